@@ -66,7 +66,13 @@ def run(subject: str, file: OwnTests, setting: Setting) -> Outcomes:
         found: Outcomes = {}
         while True:
             process = subprocess.Popen(
-                command, cwd=setting.root, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                cwd=setting.root,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
             try:
                 process.wait(max(ends - time.monotonic(), 0))

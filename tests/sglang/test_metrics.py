@@ -75,3 +75,22 @@ def test_each_gauge_follows_its_own_tag(asleep: list[str], expected: list[float]
 
 def test_an_older_scheduler_has_no_such_gauges() -> None:
     show_usage(SimpleNamespace(), ["weights"])
+
+
+class OtherGauge:
+    """As Ray's: values can be set, and not listed."""
+
+    def labels(self, **labels: str) -> OtherGauge:
+        raise RuntimeError(f"labels {labels}")
+
+
+def test_a_collector_of_another_kind_fails_no_transition(caplog: pytest.LogCaptureFixture) -> None:
+    collector = SimpleNamespace(weight_memory_usage_gb=OtherGauge(), kv_cache_memory_usage_gb=None)
+    show_usage(SimpleNamespace(emit_metrics_constants=lambda: None, metrics_collector=collector), ["weights"])
+    assert not caplog.records
+
+    def emit() -> None:
+        raise RuntimeError("no collector")
+
+    show_usage(SimpleNamespace(emit_metrics_constants=emit, metrics_collector=collector), ["weights"])
+    assert "do not tell what sleeps" in caplog.text

@@ -202,9 +202,7 @@ def test_an_update_that_breaks_off_closes_the_engine_until_a_complete_one(
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep", "freeze"])
-def test_requests_that_run_on_both_hosts(
-    server: Server, models: tuple[Path, list[torch.nn.Module]], mode: str
-) -> None:
+def test_requests_that_run_on_both_hosts(server: Server, models: tuple[Path, list[torch.nn.Module]], mode: str) -> None:
     """A prompt of several chunks is in more than one of the batches in flight."""
     prompt = [token % 4000 + 2 for token in range(300)]
     before = server.generate(prompt)

@@ -28,6 +28,7 @@ from rl_memory_plugins.weights.names import parameter_blocks
 
 if TYPE_CHECKING:
     import torch
+from torch.distributed.tensor import DTensor
 
 #: SGLang's names of regions. A region of any other name holds run-time state and stays resident.
 TAGS = {"weights": Tag.WEIGHTS, "kv_cache": Tag.KV_CACHE}
@@ -221,7 +222,7 @@ class SglangWorker:
         adapters: Callable[[], AdapterSlots] | None = None,
         drafts: Sequence[Any] = (),
     ) -> None:
-        if any(hasattr(parameter, "__tensor_flatten__") for parameter in model.parameters()):
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             # `TorchNativeLlamaForCausalLM` over several ranks, whose parameters become DTensors after the load
             raise unsupported("weights that torch splits over ranks", "their memory is not in the engine's regions")
         self._model = model

@@ -119,7 +119,8 @@ def _concatenate(where: str, layer: torch.nn.Module, key: str) -> None:
     if now is None:
         return
     weights = [getattr(layer, child).weight.reshape(-1) for child in CONCATENATED[key]]
-    if sum(map(len, weights)) != now.numel():
+    rows = sum(len(getattr(layer, child).weight) for child in CONCATENATED[key])
+    if (rows, sum(map(len, weights))) != (len(now), now.numel()):
         raise WeightUpdateError(f"the engine derives {where} in a way that is not known", name=where)
     with torch.inference_mode():  # a forward pass has made it
         now.copy_(torch.cat(weights).view_as(now))
