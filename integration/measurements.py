@@ -53,11 +53,12 @@ def _weights(engine: str, model: str, kind: str = "") -> Measurement:
 
 
 def _upstream(engine: str, name: str, gpus: int, seconds: int, parts: str, *, older: bool = False) -> Measurement:
-    """Parts of the paths of the engine's own tests. An older version has a Python and sources of its own."""
+    """Parts of the paths of the engine's own tests. An older version has a Python and sources of its own. A file of
+    SGLang's starts an engine for nearly each test."""
     python = f"{engine}-older" if older else engine
     command = (
-        f"integration.upstream {engine} --source {{sources}}/{python} --folder {{folder}}/{name} --file-seconds 400 "
-        f"--only {parts}"
+        f"integration.upstream {engine} --source {{sources}}/{python} --folder {{folder}}/{name} "
+        f"--file-seconds {seconds // 2} --only {parts}"
     )
     return _measurement(f"upstream-{name}", python, gpus, seconds, command)
 
@@ -90,10 +91,10 @@ MEASUREMENTS = (
     _remote("vllm", "30b-a3b", 300),
     _remote("sglang", "30b-a3b", 300),
     *(_weights(engine, "moe", kind) for engine in ("sglang", "vllm") for kind in ("fp8", "")),
-    _upstream("sglang", "updates", 1, 800, "weights_from_disk.py weight_checker"),
-    _upstream("sglang", "states", 1, 500, "weights_from_tensor lora_load fp32_lm_head pause_generation"),
-    _upstream("sglang", "release", 2, 800, "test_release_memory_occupation.py"),
-    _upstream("sglang", "distributed", 2, 600, "weights_from_distributed patch_torch"),
+    _upstream("sglang", "updates", 1, 1400, "weights_from_disk.py weight_checker"),
+    _upstream("sglang", "states", 1, 900, "weights_from_tensor lora_load fp32_lm_head pause_generation"),
+    _upstream("sglang", "release", 2, 1000, "test_release_memory_occupation.py"),
+    _upstream("sglang", "distributed", 2, 900, "weights_from_distributed patch_torch"),
     _upstream("sglang", "instances", 4, 400, "multi_instance"),
     _upstream("sglang", "older", 2, 1200, "rl/test_release weights_from lora_load fp32_lm_head pause_gen", older=True),
     _upstream("vllm", "transfers", 2, 600, "distributed/test_weight sharded_rdt"),
