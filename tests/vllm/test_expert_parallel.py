@@ -273,7 +273,7 @@ def without_cache(experts: Experts) -> None:
 @pytest.mark.usefixtures("maybe_late")
 @pytest.mark.parametrize("close", [paused, asleep, without_cache], ids=lambda state: state.__name__)
 def test_without_a_request_the_engines_come_to_rest(experts: Experts, close: Callable[[Experts], None]) -> None:
-    """A resume of closed engines takes one step with nothing to do, which ends its wave. Other resumes take none."""
+    """A resume of closed engines takes steps with nothing to do until its wave ends. Other resumes take none."""
 
     def resume_twice() -> None:
         responses = answers(experts, [partial(resume, experts)] * 2)
@@ -285,8 +285,14 @@ def test_without_a_request_the_engines_come_to_rest(experts: Experts, close: Cal
     assert experts.steps() == closed
     experts.control.wake_up()
     resume_twice()
-    rested = [steps + "|" for steps in closed]
-    wait_until(lambda: experts.steps() == rested, "each engine has taken one step")
+
+    def have_rested() -> bool:
+        """One step on 0.32; before it, engines agree on the end of a wave less often."""
+        new = [steps[len(before) :] for steps, before in zip(experts.steps(), closed, strict=True)]
+        return all(steps.lstrip(".") == "|" for steps in new)
+
+    wait_until(have_rested, "each engine has ended the wave")
+    rested = experts.steps()
     resume_twice()
     time.sleep(REST_S)
     assert experts.steps() == rested
