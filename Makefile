@@ -120,7 +120,7 @@ PARTS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-own test-vllm-kinds) t
 test-vllm: $(PARTS_vllm)
 
 test-vllm-own: env-vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm --rounds 30
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm --rounds 15
 
 test-vllm-suite: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --ignore $(PROPERTIES) $(WITHOUT_ADAPTERS_vllm) \
