@@ -24,6 +24,15 @@ class Config(types.SimpleNamespace):
             raise AttributeError(name)
 
 
+CUTLASS = Config(
+    num_local_experts=EXPERTS,
+    intermediate_size_per_partition=INTERMEDIATE,
+    hidden_dim=HIDDEN,
+    device="cpu",
+    in_dtype=torch.bfloat16,
+)
+
+
 class Method:
     """As vLLM's methods of FP8 experts: its step makes vLLM's own kernel object, with vLLM's own constants."""
 
@@ -34,14 +43,7 @@ class Method:
         self.moe_quant_config = fp8_w8a8_moe_quant_config(
             w1_scale=layer.w13_weight_scale, w2_scale=layer.w2_weight_scale, per_act_token_quant=True
         )
-        config = Config(
-            num_local_experts=EXPERTS,
-            intermediate_size_per_partition=INTERMEDIATE,
-            hidden_dim=HIDDEN,
-            device="cpu",
-            in_dtype=torch.bfloat16,
-        )
-        experts = CutlassExpertsFp8(config, self.moe_quant_config)
+        experts = CutlassExpertsFp8(CUTLASS, self.moe_quant_config)
         self.moe_kernel = types.SimpleNamespace(impl=types.SimpleNamespace(fused_experts=experts))
 
 
@@ -110,14 +112,7 @@ class W4A8Method:
         self.b_strides1, self.b_strides2 = (torch.full((EXPERTS, 3), size) for size in (HIDDEN, INTERMEDIATE))
         scales = (layer.w13_weight_scale, layer.w2_weight_scale)
         self.moe_quant_config = int4_w4afp8_moe_quant_config(*scales, *(one.float() * 2 for one in scales))
-        config = Config(
-            num_local_experts=EXPERTS,
-            intermediate_size_per_partition=INTERMEDIATE,
-            hidden_dim=HIDDEN,
-            device="cpu",
-            in_dtype=torch.bfloat16,
-        )
-        experts = CutlassExpertsW4A8Fp8(config, self.moe_quant_config, self.b_strides1, self.b_strides2, 128)
+        experts = CutlassExpertsW4A8Fp8(CUTLASS, self.moe_quant_config, self.b_strides1, self.b_strides2, 128)
         self.moe_kernel = types.SimpleNamespace(impl=types.SimpleNamespace(fused_experts=experts))
 
 

@@ -340,9 +340,8 @@ def test_where_only_scales_of_the_kv_cache_are_transformed_all_else_is_replayed(
     assert found["scales of the first load"]
 
 
-BLOCKS = (
-    PRELUDE
-    + """
+#: vLLM's kernel for FP8 in blocks, as far as it touches the weights.
+FP8_KERNEL = """
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.layers.quantization import fp8
 
@@ -354,6 +353,12 @@ BLOCKS = (
         process_weights_after_loading = Fp8BlockScaledMMLinearKernel.process_weights_after_loading
 
     fp8.init_fp8_linear_kernel = Kernel
+    """
+
+BLOCKS = (
+    PRELUDE
+    + FP8_KERNEL
+    + """
 
     def keep_parameters(layer, name, new):  # as in vLLM 0.33: the parameter stays, and with it its class and loader
         old = getattr(layer, name)

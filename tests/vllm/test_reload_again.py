@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from integration.models import FP8_BLOCKS, SHAPES, write_model
 from rl_memory_plugins.trainer import QuantisedSource
 from tests.vllm.conftest import OTHER_SEED, SEED
-from tests.vllm.test_reload import PRELUDE, write_experts
+from tests.vllm.test_reload import FP8_KERNEL, PRELUDE, write_experts
 from tests.weight_kinds import with_config
 
 RANKS = 2
@@ -86,20 +86,9 @@ def test_experts_find_the_engine_s_configuration_at_each_update(
 
 WHOLE = (
     PRELUDE
+    + FP8_KERNEL
     + """
-    from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
-    from vllm.model_executor.layers.quantization import fp8
-
     rank, ranks = int(sys.argv[4]), int(sys.argv[5])
-
-    class Kernel:  # what the kernels of GPUs do with the weights, and nothing that needs a GPU
-        def __init__(self, **options):
-            pass
-
-        _get_layer_params = Fp8BlockScaledMMLinearKernel._get_layer_params
-        process_weights_after_loading = Fp8BlockScaledMMLinearKernel.process_weights_after_loading
-
-    fp8.init_fp8_linear_kernel = Kernel
     of_engine, start, ensure = EngineArgs, init_distributed_environment, ensure_model_parallel_initialized
     EngineArgs = lambda **options: of_engine(**options, tensor_parallel_size=ranks)
     init_distributed_environment = lambda world, own, store, local, backend: start(ranks, rank, store, rank, backend)
