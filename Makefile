@@ -19,7 +19,7 @@ GPU_PYTHON ?= python3
 # Of test-long: both, unless one is named.
 LONG_ENGINES := $(if $(filter undefined,$(origin ENGINE)),vllm sglang,$(ENGINE))
 ENGINE ?= vllm
-# Starting an engine is mostly one process that imports, and tests wait much: three parts share two cores (35 minutes).
+# Starting an engine is mostly one process that imports, and tests wait much: three parts share two cores (41 minutes).
 JOBS ?= 3
 VLLM_CI := 0.32.0
 VLLM ?= $(VLLM_CI)

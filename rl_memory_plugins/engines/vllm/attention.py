@@ -118,12 +118,11 @@ def _concatenate(where: str, layer: torch.nn.Module, key: str) -> None:
     now = getattr(layer, key)
     if now is None:
         return
-    weights = [getattr(layer, child).weight.reshape(-1) for child in CONCATENATED[key]]
-    rows = sum(len(getattr(layer, child).weight) for child in CONCATENATED[key])
-    if (rows, sum(map(len, weights))) != (len(now), now.numel()):
+    weights = [getattr(layer, child).weight for child in CONCATENATED[key]]
+    if (sum(map(len, weights)), sum(map(torch.numel, weights))) != (len(now), now.numel()):
         raise WeightUpdateError(f"the engine derives {where} in a way that is not known", name=where)
     with torch.inference_mode():  # a forward pass has made it
-        now.copy_(torch.cat(weights).view_as(now))
+        now.copy_(torch.cat([weight.reshape(-1) for weight in weights]).view_as(now))
 
 
 def _at_hand(layer: torch.nn.Module) -> Iterator[torch.Tensor]:
