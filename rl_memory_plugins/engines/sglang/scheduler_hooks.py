@@ -254,10 +254,11 @@ class SglangEngine:
     def show(self, asleep_tags: list[str], weight_version: str) -> None:
         # SGLang's data-parallel attention keeps a reference to this set, so change it in place.
         offloaded = self._scheduler.weight_updater.offload_tags
-        offloaded.clear()
-        offloaded.update(asleep_tags)
+        if offloaded != set(asleep_tags):  # not in an update of an engine that is awake
+            offloaded.clear()
+            offloaded.update(asleep_tags)
+            metrics.show_usage(self._scheduler, asleep_tags)
         record = getattr(self._scheduler, "record_weight_version_change", None)
         if record is not None and self._shown_version != weight_version:
             record(new_version=weight_version)
         self._shown_version = weight_version
-        metrics.show_usage(self._scheduler, asleep_tags)
