@@ -100,6 +100,7 @@ MEASUREMENTS = (
     _upstream("vllm", "transfers", 2, 600, "distributed/test_weight sharded_rdt"),
     _upstream("vllm", "worker", 1, 1000, "v1/ tensor_ownership arg_utils launch_cli"),
     _kinds("vllm", "two", 2, 400, "dense, two ranks, padded vocabulary", "Qwen3-MoE, two ranks"),
+    *(_kinds(engine, "offloaded", 1, 400, "dense, layers in host memory") for engine in ("vllm", "sglang")),
     _kinds("sglang", "one", 1, 600, "reward (sequence classification)", "int4 WNA16, experts"),
     Measurement("gpu-tests", "vllm", 2, 900, ("pytest", "-q", "--timeout", "300", "tests/gpu", "--report", "{out}")),
     _measurement(

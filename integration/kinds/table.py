@@ -74,6 +74,9 @@ KINDS = {
     "dense": Kind(of("Qwen2Config", intermediate_size=512)),
     "dense tied": Kind(of("Qwen3Config", intermediate_size=512, head_dim=64, tie_word_embeddings=True)),
     "dense bf16": Kind(of("LlamaConfig", intermediate_size=512), BF16),
+    "dense, layers in host memory": Kind(
+        of("LlamaConfig", intermediate_size=512), BF16, vllm={"cpu_offload_gb": 1}, sglang={"cpu_offload_gb": 1}
+    ),
     "dense, two ranks, padded vocabulary": Kind(
         of("LlamaConfig", intermediate_size=512, vocab_size=ODD_VOCABULARY), tp=2
     ),
