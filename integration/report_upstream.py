@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
@@ -18,10 +19,14 @@ def table(results: Path, names: Mapping[str, str]) -> list[str]:
         score = record["score"]
         cells = [
             f"{names[record['engine']]} {record['engine_version']}",
-            ", ".join(record["device"]),
+            _named(record["device"]),
             *(str(score[name]) for name in ("tests", "passed_native", "passed_plugin")),
             *(str(score[name]) for name in ("expected_differences", "unexpected_differences")),
             f"`{path.name}`" + ("" if record.get("complete", True) else ", a part"),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _named(devices: Sequence[str]) -> str:
+    return ", ".join(f"{count} {name}" if count > 1 else name for name, count in Counter(devices).items())

@@ -41,5 +41,6 @@ def environment(engine: str, *, on_gpu: bool, defaults: dict[str, object], root:
             defaults = SGLANG_ON_CPU | defaults
             variables |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_NCCL_SO_PATH": "none", "OMP_WAIT_POLICY": "passive"}
         variables[DEFAULTS_VARIABLE] = json.dumps(defaults)
+        variables["RL_MEMORY_IMPLICIT_UPDATE_SESSION"] = "true"  # see the aid
     former = os.environ.get("PYTHONPATH")
     return variables | {"PYTHONPATH": os.pathsep.join([*map(str, paths), *([former] if former else [])])}

@@ -58,8 +58,8 @@ def _experts(model_type: str, **more: Any) -> dict[str, Any]:
     return {**_llama(layers=2), "model_type": model_type, "head_dim": 64, **experts, **more}
 
 
-# The widths of Qwen3-0.6B: a test of SGLang writes one of its tensors.
-_QWEN3 = {**_llama(1024, 3072, 4, 16), "model_type": "qwen3", "head_dim": 64}
+# The widths of Qwen3-0.6B, and the layers that tests of SGLang name: they write tensors of it.
+_QWEN3 = {**_llama(1024, 3072, 8, 16), "model_type": "qwen3", "head_dim": 64}
 _OPT = {
     "model_type": "opt",
     "hidden_size": 256,

@@ -45,6 +45,20 @@ def test_it_gives_the_bytes_that_torch_gives(shape, dtype, power_of_two):
     same_as_torch(normal(*shape, dtype=dtype), power_of_two=power_of_two)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_first_update_compiles_nothing(dtype, monkeypatch):
+    config = {"quant_method": "fp8", "weight_block_size": [64, 128]}  # other tests compile for other blocks
+    source = QuantisedSource({"a.weight": normal(512, 256, dtype=dtype)}, config, ["a.weight_scale_inv"])
+
+    def compile_again(*arguments: object, **options: object) -> None:
+        raise AssertionError("the kernel is compiled in an update")
+
+    monkeypatch.setattr(fp8_kernel._round_blocks, "_do_compile", compile_again)
+    monkeypatch.setattr(formats, "_kernel_errors", [])
+    dict(source.tensors())
+    assert not formats._kernel_errors
+
+
 @DTYPES
 @pytest.mark.parametrize("block", [BLOCK, (16, 48), (1, 128), (128, 1), (7, 11)])
 @pytest.mark.parametrize("finite", [False, True])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from integration.engines.base import Launch, Server
@@ -71,14 +72,18 @@ def test_a_closed_server_is_not_ready(server: Server) -> None:
     assert server.http.get("/ready").status_code == 200
 
 
+def schedulers(server: Server) -> list[psutil.Process]:
+    return [process for process in server.processes() if "scheduler_DP" in " ".join(process.cmdline())]
+
+
 def test_a_dead_scheduler_is_not_called_healthy(model_folder: Path, other_weights: Any, tmp_path: Path) -> None:
     """One of two engines dies in an update. Its board still says that the update runs."""
     launch = Launch(model_folder, dp=2, options={"update_timeout_s": 600}, forked=True)
     with Server(Sglang(), launch, tmp_path / "server.log") as server:
         with broken_update(server, other_weights, stall=True, after=1, timeout_s=None) as update:
             assert server.is_healthy()
-            schedulers = [process for process in server.processes() if "scheduler_DP" in " ".join(process.cmdline())]
-            schedulers[-1].kill()
+            wait_until(lambda: len(schedulers(server)) == 2, "both schedulers are among the processes", AT_ONCE_S)
+            schedulers(server)[-1].kill()
             wait_until(lambda: not server.is_healthy(), "the dead engine is not called healthy", AT_ONCE_S)
             assert not server.is_healthy()
         assert update.error is not None  # stock: the caller waits for the dead scheduler without end

@@ -40,12 +40,14 @@ class Format(NamedTuple):
         quantise_many: Makes those of several weights, faster than one by one; `None` if it would not be. Its second
             argument is where: see `many_fp8_by_block`.
         parts: The last parts of the names of what `quantise_many` makes.
+        block: Rows and columns of a block that a kernel rounds; `None` if torch's operators do it.
     """
 
     marker: str
     quantise: Quantise
     quantise_many: Callable[[Sequence[torch.Tensor], Sequence[Target]], list[dict[str, torch.Tensor]]] | None = None
     parts: tuple[str, ...] = ()
+    block: tuple[int, int] | None = None
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
@@ -60,7 +62,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
         block = config.get("weight_block_size")
         if block:
             power = config.get("scale_fmt") == "ue8m0"
-            return _fp8_by_block(tuple(block), power, "weight_scale_inv")
+            return _fp8_by_block(block, power, "weight_scale_inv")
         return Format("weight_scale", functools.partial(by_scale, dtype=FP8, scale_shape=()))
     if method in ("w8a8_int8", "w8a8_fp8"):
         return Format("weight_scale", functools.partial(by_row, dtype=FP8 if method.endswith("fp8") else torch.int8))
@@ -105,13 +107,14 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Format:
     if strategy == "tensor":
         return Format("weight_scale", functools.partial(by_scale, dtype=dtype, scale_shape=(1,)))
     _require(strategy == "block" and dtype is FP8, config, f"strategy {strategy!r}")
-    return _fp8_by_block(tuple(weights["block_structure"]), False, "weight_scale")
+    return _fp8_by_block(weights["block_structure"], False, "weight_scale")
 
 
-def _fp8_by_block(block: tuple[int, ...], power_of_two: bool, scale: str) -> Format:
-    options: dict[str, Any] = {"block": block, "power_of_two": power_of_two, "scale": scale}
+def _fp8_by_block(block: Sequence[int], power_of_two: bool, scale: str) -> Format:
+    rows, columns = block
+    options: dict[str, Any] = {"block": (rows, columns), "power_of_two": power_of_two, "scale": scale}
     many = functools.partial(many_fp8_by_block, **options)
-    return Format(scale, functools.partial(fp8_by_block, **options), many, ("weight", scale))
+    return Format(scale, functools.partial(fp8_by_block, **options), many, ("weight", scale), (rows, columns))
 
 
 def by_scale(weight: torch.Tensor, *, dtype: torch.dtype, scale_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ class QuantisedSource:
     bucket is held twice. All other tensors stay as they are. An engine that quantises by itself (`--quantization fp8`
     with a checkpoint in 16 bits) needs no such source.
 
+    Make it where CUDA is in use already, outside of an update: then the first update does not wait for a compiler.
+
     Args:
         source: A source, a module or a mapping, under the names of the checkpoint before quantisation (`….weight`).
         config: The `quantization_config` of the checkpoint's `config.json`.
@@ -52,6 +55,15 @@ class QuantisedSource:
             raise InvalidRequestError(
                 f"the checkpoint has no tensor whose name ends with {end}", field="names", expected=end
             )
+        if self._format.block is not None and torch.cuda.is_initialized():
+            self._compile(self._format.block)
+
+    def _compile(self, block: tuple[int, int]) -> None:
+        """Round one block of each dtype of trainers, which compiles a kernel. In the first update an engine would be
+        closed while the kernel compiles, which takes seconds where no former process has left it in Triton's cache."""
+        with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
+            for dtype in (torch.bfloat16, torch.float32):
+                self._format.quantise(torch.zeros(block, dtype=dtype, device="cuda"))
 
     @classmethod
     def for_checkpoint(cls, source: Tensors, folder: str | os.PathLike[str]) -> QuantisedSource:

@@ -1,10 +1,13 @@
-"""An SGLang plugin: other defaults for the engine's arguments, for tests that start engines with SGLang's own.
+"""An SGLang plugin for SGLang's own tests: other defaults for the engine's arguments, and sessions of updates.
 
-The variable `SGLANG_TEST_DEFAULTS` holds them as JSON, e.g. `{"device": "cpu"}`. An argument that a test gives stays.
+The variable `SGLANG_TEST_DEFAULTS` holds the defaults as JSON, e.g. `{"device": "cpu"}`. An argument that a test gives
+stays. SGLang from 0.5.21 refuses updates outside of a session, which older tests do not open: natively each update gets
+one here, with the package on by its option `implicit_update_session`.
 """
 
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 
 
@@ -17,6 +20,8 @@ def register() -> None:
         _of_structs(defaults, Engine, ServerArgs)
     else:
         _of_dataclasses(defaults, ServerArgs)
+    if "RL_MEMORY" not in os.environ:
+        _open_sessions()
 
 
 def _of_structs(defaults: dict[str, Any], engine: Any, arguments: Any) -> None:
@@ -43,3 +48,24 @@ def _of_dataclasses(defaults: dict[str, Any], arguments: Any) -> None:
         original(self)
 
     arguments.__post_init__ = __post_init__
+
+
+def _open_sessions() -> None:
+    from sglang.srt.managers import io_struct
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
+
+    if hasattr(Updater, "begin_weight_update"):
+        for name in ("update_weights_from_tensor", "update_weights_from_distributed"):
+            setattr(Updater, name, _in_session(getattr(Updater, name), io_struct))
+
+
+def _in_session(update: Callable[[Any, Any], Any], io_struct: Any) -> Callable[[Any, Any], Any]:
+    def update_in_session(self: Any, recv_req: Any) -> Any:
+        if self._session is not None:
+            return update(self, recv_req)
+        self.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=recv_req.selector))
+        output = update(self, recv_req)
+        self.end_weight_update(io_struct.EndWeightUpdateReqInput())
+        return output
+
+    return update_in_session

@@ -220,6 +220,39 @@ def test_a_weight_that_is_negated_without_a_copy_is_rounded_as_it_reads(weight, 
     assert all(torch.equal(made[name].float(), expected[name].float()) for name in expected)
 
 
+class Launches:
+    """A kernel that notes by which constants Triton would compile it."""
+
+    def __init__(self):
+        self.constants = []
+
+    def __getitem__(self, grid):
+        def launch(table, *constants, num_warps):
+            assert table.data_ptr() % kernel.ALIGNMENT == 0  # Triton compiles another kernel for other addresses
+            self.constants.append((*constants, num_warps))
+
+        return launch
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_source_compiles_the_kernel_when_it_is_made(monkeypatch, dtype):
+    """The engine is closed during an update."""
+    launches, zeros = Launches(), torch.zeros
+    monkeypatch.setattr(kernel, "_round_blocks", launches)
+    weight = torch.randn(256, 384).to(dtype).as_subclass(OnGpu)
+    source = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}, ["a.weight_scale_inv"]
+    QuantisedSource({"a.weight": weight}, *source)
+    assert not launches.constants  # no GPU is in use, and to use it would take memory there
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch, "zeros", lambda shape, *, dtype, device: zeros(shape, dtype=dtype).as_subclass(OnGpu))
+    made = QuantisedSource({"a.weight": weight}, *source)
+    compiled = list(launches.constants)
+    assert len(compiled) == 2
+    dict(made.tensors())
+    assert launches.constants[-1] in compiled and len(launches.constants) == 3
+
+
 def test_after_one_failure_torch_s_operators_do_the_work(weight, monkeypatch, caplog):
     tried = []
 
