@@ -1,20 +1,24 @@
-"""Checkpoints as quantising tools write them: GPTQ, AWQ, and FP8 with a scale for each tensor."""
+"""Checkpoints as quantising tools write them: GPTQ, AWQ, FP8 of three sorts, and scales of an FP8 KV cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from integration.kinds.checkpoints import Write, change, configure
+from integration.kinds.checkpoints import Write, change, configure, tensors_of
 from integration.models import FP8_BLOCKS
+from rl_memory_plugins.trainer import QuantisedSource
 
 GROUP = 128
 FP8 = torch.float8_e4m3fn
 #: The order in which AWQ packs eight columns into an integer.
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+#: In a quantised checkpoint's folder, the folder of the same weights before they were quantised.
+TRAINED = "trained"
 
 
 def gptq(write: Write) -> Write:
@@ -72,6 +76,79 @@ def block_fp8(write: Write) -> Write:
         return {f"{name}.weight": values, f"{name}.weight_scale_inv": scale[:, 0, :, 0]}
 
     return _with(write, quantised, FP8_BLOCKS)
+
+
+def channel_fp8(write: Write) -> Write:
+    """FP8 with a scale for each output, as compressed-tensors stores it; activations are scaled token by token."""
+    eight_bits = {"num_bits": 8, "type": "float", "symmetric": True}
+    weights = {**eight_bits, "strategy": "channel", "dynamic": False}
+    activations = {**eight_bits, "strategy": "token", "dynamic": True}
+
+    def quantised(name: str, weight: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        scale = (weight.float().abs().amax(dim=1, keepdim=True) / torch.finfo(FP8).max).to(weight.dtype)
+        return {f"{name}.weight": (weight.float() / scale.float()).to(FP8), f"{name}.weight_scale": scale}
+
+    return _with(
+        write,
+        quantised,
+        {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "quantization_status": "compressed",
+            "ignore": ["lm_head"],
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
+        },
+    )
+
+
+def fp8_cache(write: Write) -> Write:
+    """Scales of an FP8 KV cache, which differ in each layer and with each seed. Weights stay as `write` writes them.
+
+    If they are not quantised, the configuration is that of compressed-tensors for a KV cache alone.
+    """
+
+    def written(folder: Path, seed: int, dtype: str) -> Path:
+        write(folder, seed, dtype)
+        generator = torch.Generator().manual_seed(seed)
+
+        def scaled(tensors: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            ends = {".k_proj.weight": ".k_scale", ".v_proj.weight": ".v_scale"}
+            names = sorted(n.removesuffix(end) + ends[end] for n in tensors for end in ends if n.endswith(end))
+            # Keys and values are near 1. FP8 reaches from 0.002 to 448: no scale is so small that they overflow.
+            scales = torch.empty(len(names), 1).uniform_(0.02, 0.08, generator=generator).to(getattr(torch, dtype))
+            return tensors | {name: scale.clone() for name, scale in zip(names, scales, strict=True)}
+
+        change(folder, scaled)
+        if "quantization_config" not in json.loads((folder / "config.json").read_text()):
+            configure(folder, quantization_config=_CACHE_ALONE)
+        return folder
+
+    return written
+
+
+_CACHE_ALONE = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "quantization_status": "frozen",
+    "ignore": ["lm_head"],
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False},
+}
+
+
+def as_sent(quantise: Callable[[Write], Write], write: Write) -> Write:
+    """The checkpoint that `QuantisedSource` makes of a trainer's weights, which stay in the folder `TRAINED`.
+
+    Names and configuration are those that `quantise` writes.
+    """
+
+    def written(folder: Path, seed: int, dtype: str) -> Path:
+        quantise(write)(folder, seed, dtype)
+        plain = tensors_of(write(folder / TRAINED, seed, dtype))
+        change(folder, lambda _: dict(QuantisedSource.for_checkpoint(plain, folder).tensors()))
+        return folder
+
+    return written
 
 
 def _with(write: Write, quantised: Any, config: dict[str, Any]) -> Write:

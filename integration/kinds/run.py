@@ -12,9 +12,11 @@ import torch
 
 from integration.kinds import table, ways
 from integration.kinds.checkpoints import tensors_of, write_adapter
+from integration.kinds.quantised import TRAINED
 from integration.kinds.subject import DEVICE, SUBJECTS, Answer, Subject
 from integration.kinds.table import Kind
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, UnsupportedError
+from rl_memory_plugins.trainer import QuantisedSource
 from tests.vllm.child import Child
 
 SEED, OTHER_SEED = 1, 2
@@ -321,10 +323,13 @@ def weights(kind: Kind, checkpoint: Checkpoint) -> Any:
         return trained(kind, checkpoint)
     import transformers
 
-    [name] = transformers.AutoConfig.from_pretrained(checkpoint.folder).architectures
+    before = checkpoint.folder / TRAINED
+    folder = before if before.exists() else checkpoint.folder
+    [name] = transformers.AutoConfig.from_pretrained(folder).architectures
     model_class = getattr(transformers, name)
-    model = model_class.from_pretrained(checkpoint.folder, dtype=getattr(torch, dtype_of(kind)))
-    return model.to("cuda") if ON_GPU else model
+    model = model_class.from_pretrained(folder, dtype=getattr(torch, dtype_of(kind)))
+    model = model.to("cuda") if ON_GPU else model
+    return QuantisedSource.for_checkpoint(model, checkpoint.folder) if folder == before else model
 
 
 def push(subject: Subject, kind: Kind, checkpoint: Checkpoint) -> None:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from integration.kinds.checkpoints import COMMON, VOCABULARY, Write, of, with_file, with_mtp, with_nextn_layer
-from integration.kinds.quantised import awq, block_fp8, fp8, gptq
+from integration.kinds.quantised import as_sent, awq, block_fp8, channel_fp8, fp8, fp8_cache, gptq
 from integration.kinds.ways import STREAM, WAYS
 from tests import weight_kinds
 from tests.vllm.test_images import write_vision_model
@@ -16,7 +16,7 @@ from tests.vllm.test_images import write_vision_model
 class Kind(NamedTuple):
     write: Write
     dtype: str = "float32"
-    module: bool = False  # what is sent is transformers' model in memory, not the tensors of the file
+    module: bool = False  # what is sent is made of transformers' model in memory, and is not the tensors of the file
     task: str = "generate"  # or "embed", "classify", "image", "words"
     adapter: bool = False  # requests use a LoRA adapter
     tp: int = 1
@@ -68,7 +68,10 @@ GLM = of(
     kept_float32="e_score_correction_bias",
 )
 QUANTISED = of("LlamaConfig", intermediate_size=512)
+WIDE = of("Qwen3Config", intermediate_size=512, head_dim=128)  # on two ranks each part has whole blocks
 EXPERTS = of("Qwen3MoeConfig", intermediate_size=512, **MOE)
+VLLM_FP8_CACHE = {"kv_cache_dtype": "fp8"}
+SGLANG_FP8_CACHE = {"kv_cache_dtype": "fp8_e4m3"}
 
 KINDS = {
     "dense": Kind(of("Qwen2Config", intermediate_size=512)),
@@ -307,6 +310,14 @@ KINDS = {
     "AWQ int4": Kind(awq(QUANTISED), "float16"),
     "FP8 per tensor": Kind(fp8(QUANTISED), BF16),
     "FP8 in blocks": Kind(block_fp8(of("Qwen3Config", intermediate_size=512, head_dim=64)), BF16),
+    "FP8 in blocks, two ranks": Kind(block_fp8(WIDE), BF16, tp=2),
+    "FP8 per channel (compressed-tensors)": Kind(channel_fp8(QUANTISED), BF16),
+    "FP8 KV cache with scales": Kind(fp8_cache(QUANTISED), BF16, vllm=VLLM_FP8_CACHE, sglang=SGLANG_FP8_CACHE),
+    "FP8 per tensor, FP8 KV cache with scales": Kind(
+        fp8_cache(fp8(QUANTISED)), BF16, vllm=VLLM_FP8_CACHE, sglang=SGLANG_FP8_CACHE
+    ),
+    "FP8 in blocks, from a module in 16 bits": Kind(as_sent(block_fp8, WIDE), BF16, module=True, ways=(STREAM,)),
+    "GPTQ int4, from a module in 16 bits": Kind(as_sent(gptq, QUANTISED), BF16, module=True, ways=(STREAM,)),
     "FP8 per tensor, experts": Kind(fp8(EXPERTS), BF16),
     "FP8 in blocks, experts": Kind(block_fp8(EXPERTS), BF16),
     "int4 WNA16, experts": Kind(

@@ -31,6 +31,10 @@ class Graphs:
 
 _CONTAINERS = (list, dict, set)
 
+_CACHE_SCALES = ("_q_scale_float", "_k_scale_float", "_v_scale_float")
+_TAKE_TENSORS = ("FlashAttentionImpl", "TritonAttentionImpl")
+"""vLLM's attention kernels that take the scales of an FP8 KV cache as tensors, and not as the numbers beside them."""
+
 
 class SavedLayers:
     """The attributes, tensors, children and tables of layers at one moment, and the attributes of their parameters and
@@ -123,10 +127,18 @@ class SavedLayers:
                     setattr(layer, name, old)
             self._keep_held(layer, graphs)
             if graphs is not None:
-                for name, value in self._attributes[layer].items():
-                    if isinstance(value, (int, float)):
-                        changed = vars(layer).get(name)
-                        self._require(changed is value or changed == value, layer, name)
+                self._require_numbers(layer)
+
+    def _require_numbers(self, layer: torch.nn.Module) -> None:
+        """Check that the numbers that CUDA graphs may hold are as before."""
+        takes_tensors = type(vars(layer).get("impl")).__name__ in _TAKE_TENSORS
+        for name, value in self._attributes[layer].items():
+            changed = vars(layer).get(name)
+            if not isinstance(value, (int, float)) or changed is value or changed == value:
+                continue
+            if not (takes_tensors and name in _CACHE_SCALES):
+                why = f"a number that CUDA graphs hold ({value} is {changed} now): start without graphs"
+                self._require(False, layer, name, f", {why}, or send weights that leave it")
 
     def _keep_held(self, layer: torch.nn.Module, graphs: Graphs | None) -> None:
         """Put the old tensors back into the layer's methods, which may be new objects."""
@@ -145,10 +157,12 @@ class SavedLayers:
                 self._require(fits or not graphs.derived(layer, first), layer, ".".join(map(str, path)))
                 graphs.tensors[layer, path] = first
 
-    def _require(self, condition: bool, layer: torch.nn.Module, name: str) -> None:
+    def _require(
+        self, condition: bool, layer: torch.nn.Module, name: str, why: str = ", which must not change"
+    ) -> None:
         if not condition:
             where = f"{self._names[layer]}.{name}"
-            raise WeightUpdateError(f"the engine's reload changed {where}, which must not change", name=where)
+            raise WeightUpdateError(f"the engine's reload changed {where}{why}", name=where)
 
 
 def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:

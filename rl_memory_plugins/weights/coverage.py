@@ -33,6 +33,9 @@ class Coverage:
         if tensor.numel() == 0:
             return
         self._merged = None
+        if tensor.is_contiguous():  # most are, and there are many
+            self._small.append((tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
+            return
         starts, nbytes = _runs(tensor)
         if len(starts) == 1:
             self._small.append((int(starts[0]), int(starts[0]) + nbytes))

@@ -7,6 +7,7 @@ then only the loader can load it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -101,6 +102,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._before_names = ""  # why only the loader can do what it does before it reads a name
         self._previous: tuple[int, str] | None = None  # storage and name of the copy recorded last
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch's own guard against compilers, around each operator, takes a tenth of a trace
+
     def feed(self, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
         """The loader's input: names and meta tensors."""
         for name in names:
@@ -157,6 +162,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self.casts.pop(name, None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _may_view(func):
+            out = func(*args, **(kwargs or {}))
+            one = out if isinstance(out, torch.Tensor) else out[0] if out else args[0]
+            if _storage(one) == _storage(args[0]):  # a view shares the names of its base
+                return out
+            return self._note(func, args, kwargs or {}, [], out)
+        if func is aten.copy_.default and not args[0].is_meta:
+            self._copy(args[0], args[1])
+            return args[0]
         kwargs = dict(kwargs or {})
         if func is aten._local_scalar_dense.default and self._names(args[0]):
             return self.read_value(args[0])
@@ -166,11 +180,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if func is aten._to_copy.default and args[0].is_meta:
             kwargs["device"] = torch.device("meta")  # a move between devices changes no value
             kwargs.pop("pin_memory", None)
-        out = func(*args, **kwargs)
+        return self._note(func, args, kwargs, written, func(*args, **kwargs))
+
+    def _note(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor], out: Any) -> Any:
+        """Follow the names through an operator that has run, and return what the loader gets."""
         inputs = tensors_in((args, *kwargs.values()))
         known = {_storage(tensor) for tensor in inputs}
         fresh = [tensor for tensor in tensors_in(out) if _storage(tensor) not in known]
-        if not fresh and not written:  # a view, which shares the names of its base
+        if not fresh and not written:
             return out
         if fresh and known & self._memory and not takes_shape_only(func):
             self.derives = self.derives or str(func)
@@ -194,9 +211,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     def _write(self, func: Any, args: Any, kwargs: Any, written: list[torch.Tensor]) -> Any:
         """Record a write to real memory if a plan can replay it. Never execute it."""
-        if func is aten.copy_.default:
-            self._copy(args[0], args[1])
-        elif func is aten._foreach_copy_.default:
+        if func is aten._foreach_copy_.default:
             for destination, source in zip(args[0], args[1], strict=True):
                 self._copy(destination, source)
         elif func is aten.fill_.Scalar or func is aten.zero_.default:
@@ -312,6 +327,8 @@ class PythonGuard(TorchFunctionMode):  # type: ignore[misc]
         self._tracer = tracer
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _GUARDED:  # nearly all, such as each look at a shape
+            return func(*args, **kwargs) if kwargs else func(*args)
         if func in _READS and args[0].is_meta:
             return _READS[func](self._tracer.read_value(args[0]))
         if func == _SET_DATA and not args[0].is_meta:
@@ -328,10 +345,19 @@ _READS: dict[Any, Any] = {
     torch.Tensor.__int__: int,
     torch.Tensor.__bool__: bool,
 }
+_GUARDED = {_SET_DATA, *_READS}
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def _may_view(func: Any) -> bool:
+    """Whether an operator's schema says that it returns views of its first argument. Some copy nevertheless."""
+    schema = func._schema
+    returned = [one.alias_info is not None and not one.alias_info.is_write for one in schema.returns]
+    return bool(returned) and all(returned) and isinstance(schema.arguments[0].type, torch.TensorType)
 
 
 def takes_shape_only(func: Any) -> bool:

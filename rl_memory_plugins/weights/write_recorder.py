@@ -119,6 +119,8 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
             elif type(one) not in _SCALARS:
                 found += tensors_in(one)
         return found
+    if type(tree) in _SCALARS:
+        return []
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
