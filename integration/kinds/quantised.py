@@ -139,7 +139,8 @@ _CACHE_ALONE = {
 def as_sent(quantise: Callable[[Write], Write], write: Write) -> Write:
     """The checkpoint that `QuantisedSource` makes of a trainer's weights, which stay in the folder `TRAINED`.
 
-    Names and configuration are those that `quantise` writes.
+    Names and configuration are those that `quantise` writes. The engine starts from the very tensors that are sent
+    later: this shows that they arrive, and the formats have tests of their own.
     """
 
     def written(folder: Path, seed: int, dtype: str) -> Path:

@@ -31,10 +31,6 @@ class Graphs:
 
 _CONTAINERS = (list, dict, set)
 
-_CACHE_SCALES = ("_q_scale_float", "_k_scale_float", "_v_scale_float")
-_TAKE_TENSORS = ("FlashAttentionImpl", "TritonAttentionImpl")
-"""vLLM's attention kernels that take the scales of an FP8 KV cache as tensors, and not as the numbers beside them."""
-
 
 class SavedLayers:
     """The attributes, tensors, children and tables of layers at one moment, and the attributes of their parameters and
@@ -130,15 +126,16 @@ class SavedLayers:
                 self._require_numbers(layer)
 
     def _require_numbers(self, layer: torch.nn.Module) -> None:
-        """Check that the numbers that CUDA graphs may hold are as before."""
-        takes_tensors = type(vars(layer).get("impl")).__name__ in _TAKE_TENSORS
+        """Check that the numbers that CUDA graphs may hold are as before, such as the scales of a KV cache."""
         for name, value in self._attributes[layer].items():
-            changed = vars(layer).get(name)
-            if not isinstance(value, (int, float)) or changed is value or changed == value:
-                continue
-            if not (takes_tensors and name in _CACHE_SCALES):
-                why = f"a number that CUDA graphs hold ({value} is {changed} now): start without graphs"
-                self._require(False, layer, name, f", {why}, or send weights that leave it")
+            now = vars(layer).get(name)
+            if isinstance(value, (int, float)) and now is not value and now != value:
+                where = f"{self._names[layer]}.{name}"
+                raise WeightUpdateError(
+                    f"the engine's reload changed {where} from {value} to {now}. CUDA graphs hold this number: send "
+                    "weights with the former value, or start the engine without CUDA graphs",
+                    name=where,
+                )
 
     def _keep_held(self, layer: torch.nn.Module, graphs: Graphs | None) -> None:
         """Put the old tensors back into the layer's methods, which may be new objects."""
@@ -157,12 +154,10 @@ class SavedLayers:
                 self._require(fits or not graphs.derived(layer, first), layer, ".".join(map(str, path)))
                 graphs.tensors[layer, path] = first
 
-    def _require(
-        self, condition: bool, layer: torch.nn.Module, name: str, why: str = ", which must not change"
-    ) -> None:
+    def _require(self, condition: bool, layer: torch.nn.Module, name: str) -> None:
         if not condition:
             where = f"{self._names[layer]}.{name}"
-            raise WeightUpdateError(f"the engine's reload changed {where}{why}", name=where)
+            raise WeightUpdateError(f"the engine's reload changed {where}, which must not change", name=where)
 
 
 def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:

@@ -164,7 +164,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _may_view(func):
             out = func(*args, **(kwargs or {}))
-            one = out if isinstance(out, torch.Tensor) else out[0] if out else args[0]
+            one = out if isinstance(out, torch.Tensor) else out[0] if out else args[0]  # all are of the same argument
             if _storage(one) == _storage(args[0]):  # a view shares the names of its base
                 return out
             return self._note(func, args, kwargs or {}, [], out)
@@ -354,10 +354,12 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def _may_view(func: Any) -> bool:
-    """Whether an operator's schema says that it returns views of its first argument. Some copy nevertheless."""
+    """Whether an operator writes nothing and, by its schema, returns a view of its first argument, or a list of views.
+    Some copy nevertheless."""
     schema = func._schema
-    returned = [one.alias_info is not None and not one.alias_info.is_write for one in schema.returns]
-    return bool(returned) and all(returned) and isinstance(schema.arguments[0].type, torch.TensorType)
+    if schema.is_mutable or len(schema.returns) != 1 or schema.returns[0].alias_info is None:
+        return False
+    return bool(schema.arguments) and isinstance(schema.arguments[0].type, torch.TensorType)
 
 
 def takes_shape_only(func: Any) -> bool:

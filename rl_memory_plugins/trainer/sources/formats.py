@@ -62,7 +62,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
         block = config.get("weight_block_size")
         if block:
             power = config.get("scale_fmt") == "ue8m0"
-            return _fp8_by_block(block, power, "weight_scale_inv")
+            return _fp8_by_block(config, block, power, "weight_scale_inv")
         return Format("weight_scale", functools.partial(by_scale, dtype=FP8, scale_shape=()))
     if method in ("w8a8_int8", "w8a8_fp8"):
         return Format("weight_scale", functools.partial(by_row, dtype=FP8 if method.endswith("fp8") else torch.int8))
@@ -107,10 +107,11 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Format:
     if strategy == "tensor":
         return Format("weight_scale", functools.partial(by_scale, dtype=dtype, scale_shape=(1,)))
     _require(strategy == "block" and dtype is FP8, config, f"strategy {strategy!r}")
-    return _fp8_by_block(weights["block_structure"], False, "weight_scale")
+    return _fp8_by_block(config, weights["block_structure"], False, "weight_scale")
 
 
-def _fp8_by_block(block: Sequence[int], power_of_two: bool, scale: str) -> Format:
+def _fp8_by_block(config: Mapping[str, Any], block: Any, power_of_two: bool, scale: str) -> Format:
+    _require(isinstance(block, list | tuple) and len(block) == 2, config, f"a block is rows and columns, not {block}")
     rows, columns = block
     options: dict[str, Any] = {"block": (rows, columns), "power_of_two": power_of_two, "scale": scale}
     many = functools.partial(many_fp8_by_block, **options)

@@ -16,7 +16,7 @@ from rl_memory_plugins.trainer.sources.formats import Target, format_of
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source, only_reads
 from rl_memory_plugins.weights.checkpoint_files import dtypes_in
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
-from rl_memory_plugins.weights.overrides import is_stable
+from rl_memory_plugins.weights.overrides import is_stable, resident_of
 from rl_memory_plugins.weights.source import NegotiableSource, Places, TensorSource, name_of
 
 GROUP_VALUES = 256 << 20
@@ -32,7 +32,7 @@ class QuantisedSource:
     bucket is held twice. All other tensors stay as they are. An engine that quantises by itself (`--quantization fp8`
     with a checkpoint in 16 bits) needs no such source.
 
-    Make it where CUDA is in use already, outside of an update: then the first update does not wait for a compiler.
+    Make it before the first update, and after the model is on its GPU: for FP8 in blocks that compiles a kernel.
 
     Args:
         source: A source, a module or a mapping, under the names of the checkpoint before quantisation (`….weight`).
@@ -59,11 +59,20 @@ class QuantisedSource:
             self._compile(self._format.block)
 
     def _compile(self, block: tuple[int, int]) -> None:
-        """Round one block of each dtype of trainers, which compiles a kernel. In the first update an engine would be
-        closed while the kernel compiles, which takes seconds where no former process has left it in Triton's cache."""
+        """Round one block of each dtype on each GPU of the source, which compiles a kernel. In the first update an
+        engine would be closed meanwhile, for seconds where no former process has left the kernel in Triton's cache.
+
+        A source that gathers its tensors has none yet: they will be on the current GPU, in 16 or 32 bits.
+        """
+        tensors = resident_of(self._source)
+        if tensors is None:
+            here = torch.device("cuda", torch.cuda.current_device())
+            alike = {(here, dtype) for dtype in (torch.bfloat16, torch.float32)}
+        else:
+            alike = {(one.device, one.dtype) for one in tensors if one.is_cuda and one.is_floating_point()}
         with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
-            for dtype in (torch.bfloat16, torch.float32):
-                self._format.quantise(torch.zeros(block, dtype=dtype, device="cuda"))
+            for device, dtype in alike:
+                self._format.quantise(torch.zeros(block, dtype=dtype, device=device))
 
     @classmethod
     def for_checkpoint(cls, source: Tensors, folder: str | os.PathLike[str]) -> QuantisedSource:

@@ -60,12 +60,14 @@ def _open_sessions() -> None:
 
 
 def _in_session(update: Callable[[Any, Any], Any], io_struct: Any) -> Callable[[Any, Any], Any]:
+    import msgspec
+
     def update_in_session(self: Any, recv_req: Any) -> Any:
         if self._session is not None:
             return update(self, recv_req)
         self.begin_weight_update(io_struct.BeginWeightUpdateReqInput(selector=recv_req.selector))
-        output = update(self, recv_req)
-        self.end_weight_update(io_struct.EndWeightUpdateReqInput())
-        return output
+        output = update(self, recv_req)  # it refuses itself if no session has begun
+        ended = self.end_weight_update(io_struct.EndWeightUpdateReqInput())
+        return output if ended.success else msgspec.structs.replace(output, success=False, message=ended.message)
 
     return update_in_session

@@ -424,34 +424,20 @@ class Numbered(Fp8KVCacheMethod):
         layer._k_scale_float = float(layer.k_scale)
 
 
-class FlashAttentionImpl:
-    """vLLM's kernel of this name reads the scale as a tensor."""
-
-
-class FlashInferImpl:
-    """vLLM's kernel of this name reads the number."""
-
-
-@pytest.mark.parametrize(("kernel", "graphs"), [(FlashAttentionImpl, True), (FlashInferImpl, False)])
-def test_other_scales_of_the_kv_cache_where_no_graph_holds_the_number(kernel: type[Any], graphs: bool) -> None:
-    model = numbered(kernel)
-    update(loader_of(model, graphs=graphs), {**weights(2), "attention.k_scale": torch.tensor(0.25)})
+def test_other_scales_of_the_kv_cache_where_graphs_hold_them_as_numbers() -> None:
+    model, new = numbered(), {**weights(2), "attention.k_scale": torch.tensor(0.25)}
+    loader = loader_of(model)
+    with pytest.raises(WeightUpdateError, match=r"attention._k_scale_float from 0.5 to 0.25"):
+        update(loader, new)
+    update(loader, {**weights(3), "attention.k_scale": torch.tensor(0.5)})  # with the former scale it can be loaded
+    assert_equal(state(model), state(numbered(seed=3)))
+    update(loader_of(model, graphs=False), new)
     assert float(model.attention.k_scale) == vars(model.attention)["_k_scale_float"] == 0.25
 
 
-def test_other_scales_of_the_kv_cache_where_graphs_hold_the_number() -> None:
-    model = numbered(FlashInferImpl)
-    loader = loader_of(model)
-    with pytest.raises(WeightUpdateError, match=r"attention._k_scale_float, a number .*\(0.5 is 0.25 now\)"):
-        update(loader, {**weights(2), "attention.k_scale": torch.tensor(0.25)})
-    update(loader, {**weights(3), "attention.k_scale": torch.tensor(0.5)})  # with the former scale it can be loaded
-    assert_equal(state(model), state(numbered(FlashInferImpl, seed=3)))
-
-
-def numbered(kernel: type[Any], seed: int = 1) -> Cached:
+def numbered(seed: int = 1) -> Cached:
     model = Cached()
     model.attention.quant_method = Numbered()
-    setattr(model.attention, "impl", kernel())  # noqa: B010
     post_load.attach(model, templates=True)
     model.load_weights({**weights(seed), "attention.k_scale": torch.tensor(0.5)}.items())
     for layer in (model.one, model.two, model.attention):

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from rl_memory_plugins.trainer.sources import formats
 from rl_memory_plugins.trainer.sources.quantised import QuantisedSource
+from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.weights.source import name_of
 
 kernel = pytest.importorskip("rl_memory_plugins.trainer.sources.fp8_kernel", exc_type=ModuleNotFoundError)
 
@@ -234,23 +236,46 @@ class Launches:
         return launch
 
 
+class Gathered:
+    """A source whose tensors do not exist before an update."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def specs(self):
+        return [TensorSpec("a.weight", name_of(self.weight.dtype), tuple(self.weight.shape))]
+
+    def tensors(self):
+        yield "a.weight", self.weight
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_source_compiles_the_kernel_when_it_is_made(monkeypatch, dtype):
+def test_a_source_compiles_the_kernel_when_it_is_made(monkeypatch, dtype, is_gathered):
     """The engine is closed during an update."""
-    launches, zeros = Launches(), torch.zeros
+    launches, zeros, used = Launches(), torch.zeros, []
+
+    def zeros_there(shape, *, dtype, device):
+        used.append(device)
+        return zeros(shape, dtype=dtype).as_subclass(OnGpu)
+
     monkeypatch.setattr(kernel, "_round_blocks", launches)
+    monkeypatch.setattr(formats, "_kernel_errors", [])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     weight = torch.randn(256, 384).to(dtype).as_subclass(OnGpu)
-    source = {"quant_method": "fp8", "weight_block_size": list(BLOCK)}, ["a.weight_scale_inv"]
-    QuantisedSource({"a.weight": weight}, *source)
+    source = Gathered(weight) if is_gathered else {"a.weight": weight}
+    arguments = source, {"quant_method": "fp8", "weight_block_size": list(BLOCK)}, ["a.weight_scale_inv"]
+    QuantisedSource(*arguments)
     assert not launches.constants  # no GPU is in use, and to use it would take memory there
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch, "zeros", lambda shape, *, dtype, device: zeros(shape, dtype=dtype).as_subclass(OnGpu))
-    made = QuantisedSource({"a.weight": weight}, *source)
+    monkeypatch.setattr(torch, "zeros", zeros_there)
+    made = QuantisedSource(*arguments)
     compiled = list(launches.constants)
-    assert len(compiled) == 2
+    assert {*used} == {torch.device("cuda:3") if is_gathered else weight.device}
     dict(made.tensors())
-    assert launches.constants[-1] in compiled and len(launches.constants) == 3
+    assert launches.constants[-1] in compiled and len(launches.constants) == len(compiled) + 1
 
 
 def test_after_one_failure_torch_s_operators_do_the_work(weight, monkeypatch, caplog):
