@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ def table(results: Path, names: Mapping[str, str]) -> list[str]:
     lines = ["| kind | " + " | ".join(f"{title}: {', '.join(WAYS)}" for title in runs) + " |"]
     lines.append("|---|" + "---|" * len(runs))
     for kind in kinds:
-        cells = [", ".join(_cell(run.get((kind, way))) for way in WAYS) for run in runs.values()]
+        cells = [_cells([run.get((kind, way)) for way in WAYS]) for run in runs.values()]
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     lines += ["", "Kinds of which every way passes that the engine has:", ""]
     lines += [f"- {title}: {_passed(run)}" for title, run in runs.items()]
@@ -35,8 +35,9 @@ def table(results: Path, names: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _cell(record: Mapping[str, Any] | None) -> str:
-    return "" if record is None else SHOWN[record["outcome"]]
+def _cells(records: Sequence[Mapping[str, Any] | None]) -> str:
+    """The ways in their order; a way that was not tried has an empty place, and so has a kind without any."""
+    return ", ".join("" if one is None else SHOWN[one["outcome"]] for one in records) if any(records) else ""
 
 
 def _passed(run: Mapping[tuple[str, str], Mapping[str, Any]]) -> int:
