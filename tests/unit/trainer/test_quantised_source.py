@@ -319,3 +319,11 @@ def test_the_specs_of_weights_of_one_shape_are_made_once(monkeypatch: pytest.Mon
     monkeypatch.setattr(source, "_format", counting)
     assert [spec.name for spec in source.specs()][:2] == ["layers.0.weight", "layers.0.weight_scale"]
     assert (len(source.specs()), len(made)) == (60, 1)
+
+
+@pytest.mark.parametrize("block", [[128], [1, 128, 128], 128, "ab"])
+def test_a_block_is_rows_and_columns(block: Any) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": block}
+    with pytest.raises(InvalidRequestError, match="a block is rows and columns") as caught:
+        QuantisedSource({"a.weight": torch.ones(2, 2)}, config, ["a.weight_scale_inv"])
+    assert caught.value.details["field"] == "quantization_config"
