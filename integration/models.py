@@ -130,6 +130,16 @@ FP8_BLOCKS = {
     "weight_block_size": [128, 128],
 }
 
+#: Scales of an FP8 KV cache beside weights in 16 bits, as compressed-tensors publishes them.
+FP8_CACHE = {
+    "quant_method": "compressed-tensors",
+    "format": "dense",
+    "quantization_status": "frozen",
+    "ignore": ["lm_head"],
+    "config_groups": {},
+    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False},
+}
+
 
 def fp8_config(shape: Shape) -> dict[str, Any]:
     """The `quantization_config` of a checkpoint with `FP8_BLOCKS`. Routers stay as they are, as in published ones."""

@@ -49,7 +49,7 @@ def write_int8(folder: Path, seed: int, dtype: str) -> Path:
         scale = weight.float().abs().amax(dim=1, keepdim=True) / 127
         return {name: (weight / scale).round().to(torch.int8), f"{name}_scale": scale}
 
-    config = _compressed_tensors("int-quantized", {"weights": weights, "input_activations": activations})
+    config = compressed_tensors("int-quantized", {"weights": weights, "input_activations": activations})
     return _quantised(write_dense(folder, seed, dtype), config, quantise)
 
 
@@ -76,11 +76,11 @@ def _int4(folder: Path, group: int) -> Path:
             f"{name}_shape": torch.tensor(weight.shape),
         }
 
-    config = _compressed_tensors("pack-quantized", {"weights": {**weights, "dynamic": False}})
+    config = compressed_tensors("pack-quantized", {"weights": {**weights, "dynamic": False}})
     return _quantised(folder, config, quantise)
 
 
-def _compressed_tensors(layout: str, group: dict[str, Any]) -> dict[str, Any]:
+def compressed_tensors(layout: str, group: dict[str, Any]) -> dict[str, Any]:
     return {
         "quant_method": "compressed-tensors",
         "format": layout,

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from integration.kinds.checkpoints import Write, change, configure, tensors_of
-from integration.models import FP8_BLOCKS
+from integration.models import FP8_BLOCKS, FP8_CACHE
 from rl_memory_plugins.trainer import QuantisedSource
+from tests import weight_kinds
 
 GROUP = 128
 FP8 = torch.float8_e4m3fn
@@ -88,17 +89,8 @@ def channel_fp8(write: Write) -> Write:
         scale = (weight.float().abs().amax(dim=1, keepdim=True) / torch.finfo(FP8).max).to(weight.dtype)
         return {f"{name}.weight": (weight.float() / scale.float()).to(FP8), f"{name}.weight_scale": scale}
 
-    return _with(
-        write,
-        quantised,
-        {
-            "quant_method": "compressed-tensors",
-            "format": "float-quantized",
-            "quantization_status": "compressed",
-            "ignore": ["lm_head"],
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": activations}},
-        },
-    )
+    config = weight_kinds.compressed_tensors("float-quantized", {"weights": weights, "input_activations": activations})
+    return _with(write, quantised, config)
 
 
 def fp8_cache(write: Write) -> Write:
@@ -120,20 +112,10 @@ def fp8_cache(write: Write) -> Write:
 
         change(folder, scaled)
         if "quantization_config" not in json.loads((folder / "config.json").read_text()):
-            configure(folder, quantization_config=_CACHE_ALONE)
+            configure(folder, quantization_config=FP8_CACHE)
         return folder
 
     return written
-
-
-_CACHE_ALONE = {
-    "quant_method": "compressed-tensors",
-    "format": "dense",
-    "quantization_status": "frozen",
-    "ignore": ["lm_head"],
-    "config_groups": {},
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False},
-}
 
 
 def as_sent(quantise: Callable[[Write], Write], write: Write) -> Write:

@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from integration.models import FP8_CACHE
+
 REVISION = "0" * 40
 CHARACTERS = "".join(map(chr, range(32, 127)))
 SPECIAL = ("<unk>", "<s>", "</s>")
@@ -193,15 +195,7 @@ def _add_kv_scales(folder: Path, recipe: Recipe) -> None:
             tensors[f"model.layers.{layer}.self_attn.{name}"] = torch.tensor([recipe.kv_scale], dtype=torch.bfloat16)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "dense",
-        "config_groups": {},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": scheme,
-        "quantization_status": "frozen",
-    }
+    config["quantization_config"] = FP8_CACHE
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 

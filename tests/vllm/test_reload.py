@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from integration.models import SHAPES, fp8_checkpoint_names, fp8_config, write_model
+from integration.models import FP8_CACHE, SHAPES, fp8_checkpoint_names, fp8_config, write_model
 from rl_memory_plugins.trainer import QuantisedSource
 from tests.vllm.conftest import OTHER_SEED, SEED
 from tests.weight_kinds import with_config
@@ -309,9 +309,7 @@ SCALES = (
 def write_scales(folder: Path, seed: int, *, scales: bool) -> Path:
     """A model whose keys and values are kept in 8 bits, and whose weights are not quantised."""
     write_model(folder, SHAPES["tiny"], seed=seed, dtype="bfloat16")
-    scheme = {"type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False}
-    quantised = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
-    with_config(folder, quantised)
+    with_config(folder, FP8_CACHE)
     if scales:
         file = folder / "model.safetensors"
         names = (

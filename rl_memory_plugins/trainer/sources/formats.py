@@ -40,14 +40,12 @@ class Format(NamedTuple):
         quantise_many: Makes those of several weights, faster than one by one; `None` if it would not be. Its second
             argument is where: see `many_fp8_by_block`.
         parts: The last parts of the names of what `quantise_many` makes.
-        block: Rows and columns of a block that a kernel rounds; `None` if torch's operators do it.
     """
 
     marker: str
     quantise: Quantise
     quantise_many: Callable[[Sequence[torch.Tensor], Sequence[Target]], list[dict[str, torch.Tensor]]] | None = None
     parts: tuple[str, ...] = ()
-    block: tuple[int, int] | None = None
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
@@ -112,10 +110,9 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Format:
 
 def _fp8_by_block(config: Mapping[str, Any], block: Any, power_of_two: bool, scale: str) -> Format:
     _require(isinstance(block, list | tuple) and len(block) == 2, config, f"a block is rows and columns, not {block}")
-    rows, columns = block
-    options: dict[str, Any] = {"block": (rows, columns), "power_of_two": power_of_two, "scale": scale}
+    options: dict[str, Any] = {"block": tuple(block), "power_of_two": power_of_two, "scale": scale}
     many = functools.partial(many_fp8_by_block, **options)
-    return Format(scale, functools.partial(fp8_by_block, **options), many, ("weight", scale), (rows, columns))
+    return Format(scale, functools.partial(fp8_by_block, **options), many, ("weight", scale))
 
 
 def by_scale(weight: torch.Tensor, *, dtype: torch.dtype, scale_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -19,6 +19,9 @@ from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.overrides import is_stable, resident_of
 from rl_memory_plugins.weights.source import NegotiableSource, Places, TensorSource, name_of
 
+ALIGNED_SHAPE = (16, 16)
+"""Of a weight as nearly all are: the kernel is compiled once more for rows that are not multiples of 16 long."""
+
 GROUP_VALUES = 256 << 20
 """Weights are rounded together until they have this many values."""
 
@@ -55,11 +58,11 @@ class QuantisedSource:
             raise InvalidRequestError(
                 f"the checkpoint has no tensor whose name ends with {end}", field="names", expected=end
             )
-        if self._format.block is not None and torch.cuda.is_initialized():
-            self._compile(self._format.block)
+        if self._format.quantise_many is not None and torch.cuda.is_initialized():
+            self._compile()
 
-    def _compile(self, block: tuple[int, int]) -> None:
-        """Round one block of each dtype on each GPU of the source, which compiles a kernel. In the first update an
+    def _compile(self) -> None:
+        """Round some zeros of each dtype on each GPU of the source, which compiles a kernel. In the first update an
         engine would be closed meanwhile, for seconds where no former process has left the kernel in Triton's cache.
 
         A source that gathers its tensors has none yet: they will be on the current GPU, in 16 or 32 bits.
@@ -72,7 +75,7 @@ class QuantisedSource:
             alike = {(one.device, one.dtype) for one in tensors if one.is_cuda and one.is_floating_point()}
         with torch.no_grad(), contextlib.suppress(torch.OutOfMemoryError):
             for device, dtype in alike:
-                self._format.quantise(torch.zeros(block, dtype=dtype, device=device))
+                self._format.quantise(torch.zeros(ALIGNED_SHAPE, dtype=dtype, device=device))
 
     @classmethod
     def for_checkpoint(cls, source: Tensors, folder: str | os.PathLike[str]) -> QuantisedSource:
