@@ -237,6 +237,7 @@ class Controller:
                 endpoints=command.endpoints,
                 token=command.token,
                 timeout_s=self._update_timeout_s if command.timeout_s is None else command.timeout_s,
+                frozen=command.mode is PauseMode.FREEZE,
             )
             return self._decided(operation, finish)
 

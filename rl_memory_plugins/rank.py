@@ -12,6 +12,7 @@ import msgspec
 from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.commands import encode_reply, error_reply
 from rl_memory_plugins.errors import EngineFaultError
+from rl_memory_plugins.frozen_scales import FrozenScales
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.records import Reply, WeightsStatus
 from rl_memory_plugins.tags import PUBLIC_TAGS, Content, Level, Tag, TagState
@@ -42,6 +43,7 @@ class RankAgent:
         after_wake: The engine's own work after tags have become resident again; called with these tags.
         before_update: The engine's own work before an update: it ends an open update by the engine's own calls.
         resident_graphs: The reason why this rank's CUDA graphs stay on the device; empty if they can be released.
+        cache_scales: Gives the scales of the KV cache, by name.
         calls: More methods that the controller of this engine calls, by name.
     """
 
@@ -55,6 +57,7 @@ class RankAgent:
         after_wake: Callable[[list[Tag]], None] = lambda tags: None,
         before_update: Callable[[], None] = lambda: None,
         resident_graphs: str = "",
+        cache_scales: Callable[[], Mapping[str, float]] = dict,
         calls: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
         self.manager = manager
@@ -66,6 +69,7 @@ class RankAgent:
         self._woken: set[Tag] = set()  # tags whose `after_wake` has not succeeded yet: the next wake repeats it
         self._before_update = before_update
         self._resident_graphs = resident_graphs
+        self._frozen_scales = FrozenScales(cache_scales)
         self._loaded: tuple[str, str] | None = None  # of a load that `loaded` has not told: source, identity before
         own = {name: getattr(self, name) for name in _AGENT_METHODS}
         self._methods = {**own, **{name: getattr(manager, name) for name in _MANAGER_METHODS}, **calls}
@@ -92,6 +96,7 @@ class RankAgent:
 
     def prepare_sleep(self, level: int, tags: list[str], keep: Sequence[str] = ()) -> None:
         self._settle_writes()
+        self._note_scales()
         kept = self._weights.chosen(keep) if keep or level == Level.DISCARD else {}
         self.manager.prepare_sleep(Level(level), [Tag(tag) for tag in tags], kept)
 
@@ -119,10 +124,20 @@ class RankAgent:
         self._woken = set()
         return {"changes": changes, "seconds": self.manager.seconds()}
 
-    def receive_weights(self, endpoints: Endpoints, token: str, timeout_s: float) -> dict[str, Any]:
+    def receive_weights(
+        self, endpoints: Endpoints, token: str, timeout_s: float, frozen: bool = False
+    ) -> dict[str, Any]:
         self.manager.require_writable()
         self._before_update()
-        return self.receiver.receive(endpoints, token, timeout_s)
+        self._note_scales()
+        report = self.receiver.receive(endpoints, token, timeout_s)
+        if frozen:
+            self._frozen_scales.require_unchanged()
+        return report
+
+    def _note_scales(self) -> None:
+        if self.manager.content is Content.VALID:  # else an update may have changed them, and the blocks are older
+            self._frozen_scales.note()
 
     def finish_update(self, complete: bool) -> None:
         self.manager.finish_writing(complete)

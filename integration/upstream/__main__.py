@@ -32,6 +32,8 @@ def main() -> int:
     variables["HF_HOME"] = str(
         hub.make(folder / f"models-{'gpu' if on_gpu else 'cpu'}", small=not on_gpu and arguments.engine == "vllm")
     )
+    if arguments.engine == "vllm":
+        variables["VLLM_ASSETS_CACHE"] = str(hub.make_picture(folder / "assets"))
     setting = Setting(root, folder / "logs", variables, arguments.file_seconds)
     found: dict[str, Outcomes] = {subject: {} for subject in SUBJECTS}
     tests: list[comparison.Test] = []

@@ -103,6 +103,8 @@ _QWEN2_MOE = _experts("qwen2_moe", shared_expert_intermediate_size=128)
 
 RECIPES: Mapping[str, Recipe] = {
     "Qwen/Qwen3-0.6B": Recipe(_QWEN3),
+    # Of this model a file of vLLM's tests asks for the folder when it is imported. Its tests that run use others.
+    "Qwen/Qwen2-VL-2B-Instruct": Recipe(_llama()),
     "inference-optimization/Qwen3-0.6B-debug-multiply": Recipe(_QWEN3, 1, "3 4 =", " 12"),
     "inference-optimization/Qwen3-0.6B-debug-add": Recipe(_QWEN3, 2, "3 4 =", " 7"),
     "inference-optimization/DeepSeek-V3-debug-empty": Recipe(_DEEPSEEK),
@@ -158,6 +160,17 @@ def make(folder: Path, only: str = "", *, small: bool = False) -> Path:
         write(home / "snapshots" / REVISION, recipe)
         (home / "refs").mkdir(exist_ok=True)
         (home / "refs/main").write_text(REVISION)
+    return folder
+
+
+def make_picture(folder: Path) -> Path:
+    """Make the picture that files of vLLM's tests open when they are imported. Returns `folder`, which is for
+    `VLLM_ASSETS_CACHE`."""
+    from PIL import Image
+
+    path = folder / "vllm_public_assets" / "stop_sign.jpg"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (64, 64), "red").save(path)
     return folder
 
 

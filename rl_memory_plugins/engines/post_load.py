@@ -225,6 +225,19 @@ def of(model: torch.nn.Module) -> PostLoad | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
+def cache_scales(model: torch.nn.Module) -> dict[str, float]:
+    """The numbers with which attention reads and writes an FP8 KV cache, by name; empty without such a cache."""
+    watch = of(model)
+    layers = {layer for layer, one in watch.templates.items() if one.has_kv_scales} if watch is not None else set()
+    return {
+        f"{name}.{key}": value
+        for name, layer in (model.named_modules() if layers else ())
+        if layer in layers
+        for key, value in vars(layer).items()
+        if isinstance(value, float)
+    }
+
+
 def has_dummy_weights(model: torch.nn.Module) -> bool:
     """Whether a watched model was started with random numbers for weights."""
     watch = of(model)

@@ -22,11 +22,13 @@ class Graphs:
 
     Attributes:
         tensors: Tensors that stay alive as long as the model, by layer and path.
+        holds: Whether graphs hold an attribute of a layer, if it is a number.
     """
 
     def __init__(self, derived: Callable[[torch.nn.Module, torch.Tensor], bool]) -> None:
         self.derived = derived
         self.tensors: dict[tuple[torch.nn.Module, tuple[Any, ...]], torch.Tensor] = {}
+        self.holds: Callable[[torch.nn.Module, str], bool] = lambda layer, name: True
 
 
 _CONTAINERS = (list, dict, set)
@@ -123,13 +125,14 @@ class SavedLayers:
                     setattr(layer, name, old)
             self._keep_held(layer, graphs)
             if graphs is not None:
-                self._require_numbers(layer)
+                self._require_numbers(layer, graphs)
 
-    def _require_numbers(self, layer: torch.nn.Module) -> None:
+    def _require_numbers(self, layer: torch.nn.Module, graphs: Graphs) -> None:
         """Check that the numbers that CUDA graphs may hold are as before, such as the scales of a KV cache."""
         for name, value in self._attributes[layer].items():
             now = vars(layer).get(name)
-            if isinstance(value, (int, float)) and now is not value and now != value:
+            changed = isinstance(value, (int, float)) and now is not value and now != value
+            if changed and graphs.holds(layer, name):
                 where = f"{self._names[layer]}.{name}"
                 raise WeightUpdateError(
                     f"the engine's reload changed {where} from {value} to {now}. CUDA graphs hold this number: send "

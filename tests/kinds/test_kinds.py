@@ -13,7 +13,6 @@ import pytest
 
 from integration.engines.base import REPOSITORY
 from integration.kinds import table
-from integration.kinds.preload import preload
 from integration.kinds.run import run
 from integration.kinds.ways import WAYS
 
@@ -34,13 +33,6 @@ def recorded(request: pytest.FixtureRequest) -> dict[tuple[str, str], str]:
     paths = RESULTS.glob(f"kinds-{engine}-*-cpu.json")
     records = [record for path in paths for record in json.loads(path.read_text())]
     return {(record["kind"], record["way"]): record["outcome"] for record in records}
-
-
-@pytest.fixture(scope="session")
-def engine(request: pytest.FixtureRequest) -> str:
-    name: str = request.config.getoption("--engine")
-    preload(name)
-    return name
 
 
 def test_an_engine_is_a_fresh_one_of_the_weights_that_it_got(

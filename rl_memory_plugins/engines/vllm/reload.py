@@ -22,6 +22,7 @@ from rl_memory_plugins.engines.layer_tensors import STEP
 from rl_memory_plugins.engines.post_load import PostLoad, method_of, refuse_untried, unsupported
 from rl_memory_plugins.engines.saved_layers import SavedLayers, without_memory
 from rl_memory_plugins.engines.vllm.first_load import of as first_load_of
+from rl_memory_plugins.engines.vllm.graph_numbers import SCALES, held_by_graphs
 from rl_memory_plugins.engines.vllm.update_session import own_reload
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.loader_run import Loader
@@ -76,6 +77,7 @@ def reload_of(
     layers = transformed_layers(watch)
     if not layers:
         return None
+    watch.graphs.holds = held_by_graphs
     graphs = not vllm_config.model_config.enforce_eager
 
     def of_transformed_layers() -> LayerReload:
@@ -275,6 +277,8 @@ def _require_default_scales(post_load: PostLoad, plan: LoadPlan) -> None:
     """
     modules = dict(post_load.model.named_modules())
     for layer in post_load.default_scales:
+        if not any(post_load.graphs.holds(modules[layer], name) for name in SCALES):
+            continue
         scales = post_load.templates[modules[layer]].parameters
         new = [name for name in plan.opaque if name.rpartition(".")[2] in scales]
         if new:

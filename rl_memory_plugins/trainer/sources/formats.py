@@ -1,7 +1,7 @@
 """The tensors by which checkpoints store a quantised weight, made of the weight by rounding to the nearest value.
 
 Every function takes a weight of shape (outputs, inputs) and gives its tensors by the last part of their names. None of
-them reads a value on the host: on the meta device they give the shapes and dtypes.
+them reads a value on the host.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.trainer.sources import format_layouts as layouts
+from rl_memory_plugins.trainer.sources.format_layouts import Layout, half
 
 logger = logging.getLogger(__name__)
 
@@ -37,15 +39,15 @@ class Format(NamedTuple):
     Attributes:
         marker: The last part of a name that only quantised weights have.
         quantise: Makes the tensors of one weight.
+        layout: Gives their dtypes and shapes, by the shape and the dtype of the weight.
         quantise_many: Makes those of several weights, faster than one by one; `None` if it would not be. Its second
             argument is where: see `many_fp8_by_block`.
-        parts: The last parts of the names of what `quantise_many` makes.
     """
 
     marker: str
     quantise: Quantise
+    layout: Callable[[tuple[int, ...], torch.dtype], Layout]
     quantise_many: Callable[[Sequence[torch.Tensor], Sequence[Target]], list[dict[str, torch.Tensor]]] | None = None
-    parts: tuple[str, ...] = ()
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
@@ -61,29 +63,41 @@ def format_of(config: Mapping[str, Any]) -> Format:
         if block:
             power = config.get("scale_fmt") == "ue8m0"
             return _fp8_by_block(config, block, power, "weight_scale_inv")
-        return Format("weight_scale", functools.partial(by_scale, dtype=FP8, scale_shape=()))
+        return _by_scale(FP8, ())
     if method in ("w8a8_int8", "w8a8_fp8"):
-        return Format("weight_scale", functools.partial(by_row, dtype=FP8 if method.endswith("fp8") else torch.int8))
+        return _by_row(FP8 if method.endswith("fp8") else torch.int8)
     if method == "compressed-tensors":
         return _compressed_tensors(config)
     if method in ("gptq", "gptq_marlin"):
-        return Format("qweight", functools.partial(gptq, **_gptq_arguments(config)))
+        return _gptq(config)
     if method in ("awq", "awq_marlin"):
         _require(config.get("bits") == 4 and config.get("version", "gemm") == "gemm", config, "only 4 bits, gemm")
         _require(bool(config.get("zero_point", True)), config, "it has no zero points")
-        return Format("qweight", functools.partial(awq, group=int(config.get("group_size", 128))))
+        group = int(config.get("group_size", 128))
+        return Format("qweight", functools.partial(awq, group=group), functools.partial(layouts.awq, group=group))
     _require(False, config, "the format is not known")
     raise AssertionError
 
 
-def _gptq_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+def _by_scale(dtype: torch.dtype, scale_shape: tuple[int, ...]) -> Format:
+    options: dict[str, Any] = {"dtype": dtype, "scale_shape": scale_shape}
+    return Format(
+        "weight_scale", functools.partial(by_scale, **options), functools.partial(layouts.by_scale, **options)
+    )
+
+
+def _by_row(dtype: torch.dtype) -> Format:
+    return Format(
+        "weight_scale", functools.partial(by_row, dtype=dtype), functools.partial(layouts.by_row, dtype=dtype)
+    )
+
+
+def _gptq(config: Mapping[str, Any]) -> Format:
     _require(config.get("bits") in (4, 8), config, "only 4 and 8 bits")
-    return {
-        "bits": config["bits"],
-        "group": int(config.get("group_size", -1)),
-        "symmetric": bool(config.get("sym", True)),
-        "stored_zero": 0 if config.get("checkpoint_format") == "gptq_v2" else -1,
-    }
+    sizes: dict[str, Any] = {"bits": config["bits"], "group": int(config.get("group_size", -1))}
+    stored_zero = 0 if config.get("checkpoint_format") == "gptq_v2" else -1
+    quantise = functools.partial(gptq, **sizes, symmetric=bool(config.get("sym", True)), stored_zero=stored_zero)
+    return Format("qweight", quantise, functools.partial(layouts.gptq, **sizes))
 
 
 def _compressed_tensors(config: Mapping[str, Any]) -> Format:
@@ -96,14 +110,16 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Format:
     strategy, bits = weights.get("strategy"), weights.get("num_bits")
     if layout == "pack-quantized":
         group = -1 if strategy == "channel" else int(weights["group_size"])
-        symmetric = bool(weights.get("symmetric", True))
-        return Format("weight_packed", functools.partial(packed, bits=bits, group=group, symmetric=symmetric))
+        options: dict[str, Any] = {"bits": bits, "group": group, "symmetric": bool(weights.get("symmetric", True))}
+        return Format(
+            "weight_packed", functools.partial(packed, **options), functools.partial(layouts.packed, **options)
+        )
     _require(bits == 8 and bool(weights.get("symmetric", True)), config, "only 8 bits without zero points, or packed")
     dtype = FP8 if weights.get("type") == "float" else torch.int8
     if strategy == "channel":
-        return Format("weight_scale", functools.partial(by_row, dtype=dtype))
+        return _by_row(dtype)
     if strategy == "tensor":
-        return Format("weight_scale", functools.partial(by_scale, dtype=dtype, scale_shape=(1,)))
+        return _by_scale(dtype, (1,))
     _require(strategy == "block" and dtype is FP8, config, f"strategy {strategy!r}")
     return _fp8_by_block(config, weights["block_structure"], False, "weight_scale")
 
@@ -112,7 +128,8 @@ def _fp8_by_block(config: Mapping[str, Any], block: Any, power_of_two: bool, sca
     _require(isinstance(block, list | tuple) and len(block) == 2, config, f"a block is rows and columns, not {block}")
     options: dict[str, Any] = {"block": tuple(block), "power_of_two": power_of_two, "scale": scale}
     many = functools.partial(many_fp8_by_block, **options)
-    return Format(scale, functools.partial(fp8_by_block, **options), many, ("weight", scale))
+    layout = functools.partial(layouts.fp8_by_block, block=tuple(block), scale=scale)
+    return Format(scale, functools.partial(fp8_by_block, **options), layout, many)
 
 
 def by_scale(weight: torch.Tensor, *, dtype: torch.dtype, scale_shape: tuple[int, ...]) -> dict[str, torch.Tensor]:
@@ -204,7 +221,7 @@ def packed(weight: torch.Tensor, *, bits: int, group: int, symmetric: bool) -> d
     tensors = {
         "weight_packed": _pack(values, bits, 1),
         "weight_scale": scales.to(weight.dtype),
-        "weight_shape": torch.tensor(weight.shape, device=None if weight.is_meta else "cpu"),
+        "weight_shape": torch.tensor(weight.shape, device="cpu"),
     }
     return tensors if symmetric else {**tensors, "weight_zero_point": _pack(zeros, bits, 0)}
 
@@ -220,7 +237,7 @@ def gptq(weight: torch.Tensor, *, bits: int, group: int, symmetric: bool, stored
     return {
         "qweight": _pack(values.t(), bits, 0),
         "qzeros": _pack(zeros.t().to(torch.int32) + stored_zero, bits, 1),
-        "scales": scales.t().contiguous().to(_half(weight.dtype)),
+        "scales": scales.t().contiguous().to(half(weight.dtype)),
         "g_idx": torch.arange(inputs, dtype=torch.int32, device=weight.device) // (inputs if group < 0 else group),
     }
 
@@ -231,7 +248,7 @@ def awq(weight: torch.Tensor, *, group: int) -> dict[str, torch.Tensor]:
     return {
         "qweight": _pack(values.t(), 4, 1, _AWQ_ORDER),
         "qzeros": _pack(zeros.t(), 4, 1, _AWQ_ORDER),
-        "scales": scales.t().contiguous().to(_half(weight.dtype)),
+        "scales": scales.t().contiguous().to(half(weight.dtype)),
     }
 
 
@@ -248,7 +265,7 @@ def _grouped(
         low, high = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
         scales = _scale(high - low, most)
         zeros = (-low / scales).round().clamp(least_zero, most)
-    scales = scales.to(_half(weight.dtype)).float()  # the engine multiplies by the rounded scale
+    scales = scales.to(half(weight.dtype)).float()  # the engine multiplies by the rounded scale
     values = ((groups / scales.unsqueeze(2)).round() + zeros.unsqueeze(2)).clamp(0, most)
     return values.to(torch.uint8).flatten(1), scales, zeros.to(torch.uint8)
 
@@ -284,10 +301,6 @@ def _rounded(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
 
 def _most(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).max) if dtype.is_floating_point else float(torch.iinfo(dtype).max)
-
-
-def _half(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
 def _require(condition: bool, config: Mapping[str, Any], why: str) -> None:

@@ -50,7 +50,7 @@ class QuantisedSource:
     def __init__(self, source: Tensors, config: Mapping[str, Any], names: Collection[str]) -> None:
         self._source: TensorSource = as_source(source)
         self._format = format_of(config)
-        self._known_parts: dict[tuple[tuple[int, ...], str], list[tuple[str, str, tuple[int, ...]]]] = {}
+        self._parts = {"weight"}  # the last parts of the names of what is made, as far as listed
         self._is_stable: bool | None = None  # from `specs` to `tensors`: to find it out looks at every tensor
         end = f".{self._format.marker}"
         self._weights = {f"{name.removesuffix(end)}.weight" for name in names if name.endswith(end)}
@@ -100,21 +100,20 @@ class QuantisedSource:
         found: list[TensorSpec] = []
         for spec in self._source.specs():
             if spec.name in self._weights:
-                base = spec.name.removesuffix("weight")
-                found += [TensorSpec(f"{base}{part}", dtype, shape) for part, dtype, shape in self._parts(spec)]
+                found += self._made_of(spec)
             else:
                 found.append(spec)
         self._is_stable = is_stable(self._source)  # now the source has listed its tensors
         return found
 
-    def _parts(self, spec: TensorSpec) -> list[tuple[str, str, tuple[int, ...]]]:
-        """The tensors of one weight: names, dtypes, shapes. Many weights have the same shape, and this takes 1 ms."""
-        key = (spec.shape, spec.dtype)
-        if key not in self._known_parts:
-            weight = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
-            made = self._format.quantise(weight)
-            self._known_parts[key] = [(part, name_of(one.dtype), tuple(one.shape)) for part, one in made.items()]
-        return self._known_parts[key]
+    def _made_of(self, spec: TensorSpec) -> list[TensorSpec]:
+        try:
+            layout = self._format.layout(spec.shape, getattr(torch, spec.dtype))
+        except InvalidRequestError as error:
+            raise InvalidRequestError(f"{spec.name} cannot be quantised: {error}", name=spec.name) from error
+        self._parts |= layout.keys()
+        base = spec.name.removesuffix("weight")
+        return [TensorSpec(f"{base}{part}", name_of(dtype), shape) for part, (dtype, shape) in layout.items()]
 
     @property
     def stable(self) -> bool:
@@ -134,8 +133,7 @@ class QuantisedSource:
     def _is_made(self, name: str) -> bool:
         """Whether a tensor is made of a quantised weight. One beside it, such as a bias, is the source's own."""
         base, _, part = name.rpartition(".")
-        parts = {"weight", *(part for known in self._known_parts.values() for part, _, _ in known)}  # of all offered
-        return f"{base}.weight" in self._weights and part in parts
+        return f"{base}.weight" in self._weights and part in self._parts
 
     @property
     def group_bytes(self) -> int:
@@ -208,7 +206,7 @@ class QuantisedSource:
     def _target(self, name: str, places: Places | None, device: torch.device) -> Target:
         """Where the tensors of a weight are made; `None` if not all of them have a place on its device."""
         base = name.removesuffix("weight")
-        values, scales = [base + part for part in self._format.parts]
+        values, scales = f"{base}weight", base + self._format.marker
         if places is None or values not in places or scales not in places:
             return None
         target = places[values], places[scales]

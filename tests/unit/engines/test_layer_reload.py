@@ -433,6 +433,16 @@ def test_other_scales_of_the_kv_cache_where_graphs_hold_them_as_numbers() -> Non
     assert_equal(state(model), state(numbered(seed=3)))
     update(loader_of(model, graphs=False), new)
     assert float(model.attention.k_scale) == vars(model.attention)["_k_scale_float"] == 0.25
+    assert post_load.cache_scales(model) == {"attention._k_scale_float": 0.25}
+
+
+def test_other_scales_of_the_kv_cache_where_graphs_read_the_tensors() -> None:
+    model, new = numbered(), {**weights(2), "attention.k_scale": torch.tensor(0.25)}
+    watch = post_load.of(model)
+    assert watch is not None
+    watch.graphs.holds = lambda layer, name: layer is not model.attention or name != "_k_scale_float"
+    update(loader_of(model), new)
+    assert float(model.attention.k_scale) == vars(model.attention)["_k_scale_float"] == 0.25
 
 
 def numbered(seed: int = 1) -> Cached:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -148,6 +150,45 @@ def test_a_weight_that_is_negated_without_a_copy_is_rounded_as_it_reads(config: 
     expected = dict(QuantisedSource({"layer.weight": weight()}, config, markers(config)).tensors())
     assert made.keys() == expected.keys()
     assert all(torch.equal(made[name].float(), expected[name].float()) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("shape", [(32, 64), (96, 32), (64, 160)])
+@pytest.mark.parametrize(("config", "_read", "_error"), FORMATS.values(), ids=FORMATS)
+def test_what_is_listed_is_what_is_made(config: Any, _read: Any, _error: Any, shape: Any, dtype: str) -> None:
+    source = QuantisedSource({"layer.weight": torch.randn(shape).to(getattr(torch, dtype))}, config, markers(config))
+    listed = [(spec.name, spec.dtype, spec.shape) for spec in source.specs()]
+    assert listed == [(name, str(one.dtype)[6:], tuple(one.shape)) for name, one in source.tensors()]
+
+
+LISTED = """
+import sys, torch
+from rl_memory_plugins.trainer import QuantisedSource
+for names, config in eval(sys.argv[1]):
+    source = QuantisedSource({"layer.weight": torch.ones(64, 64)}, config, names)
+    source.specs()
+    assert "torch._dynamo" not in sys.modules, config
+"""
+
+
+def test_to_list_the_tensors_does_not_import_the_compiler() -> None:
+    """It takes seconds, in which the engine of a first update would be closed."""
+    configs = [(markers(config), config) for config, _, _ in FORMATS.values()]
+    subprocess.run([sys.executable, "-c", LISTED, repr(configs)], check=True, timeout=100)
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "why"),
+    [
+        (FORMATS["gptq"][0], (32, 36), "a group has 32 values"),
+        (FORMATS["awq"][0], (36, 32), "a packed word has 8 values"),
+        (FORMATS["fp8 by block"][0], (2, 32, 32), "outputs and inputs"),
+    ],
+)
+def test_a_weight_that_the_format_cannot_hold(config: Any, shape: Any, why: str) -> None:
+    source = QuantisedSource({"layer.weight": torch.ones(shape)}, config, markers(config))
+    with pytest.raises(InvalidRequestError, match=rf"layer\.weight cannot be quantised: .*{why}"):
+        source.specs()
 
 
 def test_names_decide_which_weights_are_quantised() -> None:
@@ -307,18 +348,6 @@ def test_values_are_divided_by_their_scale_in_float32(config: dict[str, Any]) ->
     if scale.dim():
         scale = scale.repeat_interleave(16, 0)[:ROWS].repeat_interleave(48, 1)[:, :COLUMNS]
     assert torch.equal(made["a.weight"].float(), (weight.float() / scale).to(FP8).float())
-
-
-def test_the_specs_of_weights_of_one_shape_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layers = [f"layers.{number}" for number in range(30)]
-    weights = {f"{layer}.weight": torch.zeros(ROWS, COLUMNS) for layer in layers}
-    source = QuantisedSource(weights, {"quant_method": "fp8"}, [f"{layer}.weight_scale" for layer in layers])
-    made: list[int] = []
-    one = source._format
-    counting = one._replace(quantise=lambda weight: made.append(1) or one.quantise(weight))
-    monkeypatch.setattr(source, "_format", counting)
-    assert [spec.name for spec in source.specs()][:2] == ["layers.0.weight", "layers.0.weight_scale"]
-    assert (len(source.specs()), len(made)) == (60, 1)
 
 
 @pytest.mark.parametrize("block", [[128], [1, 128, 128], 128, "ab"])
