@@ -13,13 +13,12 @@ from itertools import accumulate
 
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.memory.allocator import Block, Device
-from rl_memory_plugins.memory.host_memory import free_host_bytes, libc, refusal_of
+from rl_memory_plugins.memory.host_memory import free_host_bytes, libc, refusal_of, whole_pages
 from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, Demand, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.ranges import subtract
 from rl_memory_plugins.memory.shared_buffers import File, Map, SharedBuffers
 from rl_memory_plugins.memory.threads import await_end
 
-ALIGNMENT = 4096
 #: Bytes that are copied, allocated or freed between two checks for cancellation; a few milliseconds of work.
 STEP_BYTES = 256 << 20
 #: Smaller unused parts are copied with their surroundings: skipping them takes more time.
@@ -74,7 +73,7 @@ class PagedArena:
             HostMemoryError: the bound of the arena or the free host memory does not suffice; nothing was changed.
             AllocationCancelled: `go_on` returned `False`.
         """
-        nbytes = max(-(-nbytes // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
+        nbytes = whole_pages(nbytes)
         address = self._take_idle(nbytes, MAX_OVERSIZE * nbytes)
         if address is not None:
             return address

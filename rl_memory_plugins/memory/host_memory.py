@@ -13,6 +13,12 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 MADV_POPULATE_WRITE = 23  # Linux 5.14
+PAGE_BYTES = 4096
+
+
+def whole_pages(nbytes: int) -> int:
+    """The bytes of the pages that hold so many, at least one page."""
+    return max(-(-nbytes // PAGE_BYTES), 1) * PAGE_BYTES
 
 
 def free_host_bytes() -> int:

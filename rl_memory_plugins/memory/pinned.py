@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, address_of
-from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc
+from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc, whole_pages
 from rl_memory_plugins.memory.preparation import AllocationCancelled, Asked, Make, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.shared_buffers import File, Map
 from rl_memory_plugins.memory.threads import await_end, in_parallel
@@ -72,7 +72,8 @@ class PinnedArena(PagedArena):
         Meanwhile an `acquire` that fits a pending buffer waits for it; small and other sizes do not wait. If the host
         lacks memory for a buffer, the `acquire` allocates it, or raises.
         """
-        return self._prepare(sizes, lambda nbytes, *asked: self.release(self._allocate_patiently(nbytes, *asked)))
+        whole = [whole_pages(nbytes) for nbytes in sizes if nbytes]
+        return self._prepare(whole, lambda nbytes, *asked: self.release(self._allocate_patiently(nbytes, *asked)))
 
     def prepare_file(self, nbytes: int, make: Callable[[Map], None]) -> Preparation | None:
         def in_background(_: int, go_on: Asked, awaited: Asked, pause: Callable[[], None]) -> None:

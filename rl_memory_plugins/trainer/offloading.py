@@ -13,25 +13,31 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
-from rl_memory_plugins.errors import DeviceMemoryError, InvalidRequestError, StateConflictError, UnsupportedError
+from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.memory.adoption import bytes_of, in_groups, make_room
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.pinned import PinnedArena
+from rl_memory_plugins.trainer.held_tensors import (
+    Target,
+    check_target,
+    has_memory,
+    on_accelerator,
+    plain_parts,
+    reshard,
+    tensors_of,
+)
 from rl_memory_plugins.trainer.sleepers import await_leaving, owned_elsewhere, that_may_sleep
+from rl_memory_plugins.trainer.state_size import expected_state_bytes
 from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import align
-
-Target: TypeAlias = (
-    torch.nn.Module | torch.optim.Optimizer | Mapping[str, torch.Tensor] | Sequence[torch.Tensor] | torch.Tensor
-)
 
 HOST_MARGIN_BYTES = 256 << 20
 """Bytes of host memory that an offload leaves free. If host memory runs out, the kernel kills some process."""
@@ -81,10 +87,6 @@ _host_copies: weakref.WeakKeyDictionary[Any, _HostCopy] = weakref.WeakKeyDiction
 """The copy of each offloaded storage. A copy lives as long as its storage, even if the offloader is deleted."""
 
 
-def on_accelerator(tensor: torch.Tensor) -> bool:
-    return tensor.device.type not in ("cpu", "meta")
-
-
 class Offloader:
     """Moves the tensors of modules and optimisers together.
 
@@ -125,6 +127,32 @@ class Offloader:
         """Bytes that an `offload` would move from this device now."""
         return sum(storage.nbytes() for storage in self._resident() if storage.device == device)
 
+    def prepare(self) -> None:
+        """Allocate host memory in the background for what an `offload` will move: the first then takes no longer than
+        later ones. A `RolloutHandoff` calls this for the modules and optimisers that it gets. `close` frees the memory.
+
+        An optimiser without state counts with the state that its first step will make, if it is of `torch.optim`.
+        Gradients count if there are any. What cannot be allocated in advance is allocated by the offload.
+
+        Raises:
+            UnsupportedError: as for `offload`.
+        """
+        storages = self._found()
+        optimizers = [target for target in self._targets if isinstance(target, torch.optim.Optimizer)]
+        parameters = [
+            parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
+        ]
+        device = next((one.device for one in [*storages, *filter(self._moves, parameters)]), None)
+        if device is None:
+            return
+        nbytes = sum(align(storage.nbytes()) for storage in storages)
+        expected = sum(expected_state_bytes(optimizer, device) for optimizer in optimizers)
+        # An optimiser keeps up to three tensors for each parameter, and each begins at an aligned address.
+        nbytes += expected and expected + 3 * align(1) * len(parameters)
+        host = self._host_memory(device)
+        if nbytes > host.arena.held_bytes:
+            host.arena.prepare([nbytes])
+
     def offload(self) -> Moved:
         """Copy the tensors to the host and free their device memory (to torch's cache; see `aggressive_empty_cache`).
 
@@ -139,9 +167,7 @@ class Offloader:
         if not storages:
             return Moved()
         release_mapped()  # memory that engines keep open by CUDA IPC would not be freed
-        if self._host is None:
-            self._host = _HostMemory(_new_arena(storages[0].device))
-        buffer = self._host.buffer(sum(align(storage.nbytes()) for storage in storages))
+        buffer = self._host_memory(storages[0].device).buffer(sum(align(storage.nbytes()) for storage in storages))
         copies = {}
         address = buffer.address
         for storage in storages:
@@ -191,11 +217,25 @@ class Offloader:
         self.load()
         self._host = None
 
+    def _host_memory(self, device: torch.device) -> _HostMemory:
+        if self._host is None:
+            self._host = _HostMemory(_new_arena(device))
+        return self._host
+
     def _resident(self) -> list[Any]:
         """All storages to offload, without duplicates. First frees the parameters that FSDP has gathered."""
         for target in self._targets:
             if isinstance(target, torch.nn.Module):
                 reshard(target)
+        storages = self._found()
+        is_elsewhere = owned_elsewhere() if storages else None
+        if is_elsewhere is not None and any(is_elsewhere(storage.data_ptr()) for storage in storages):
+            raise StateConflictError(
+                "a tensor belongs to a PausableMemory: let its tag sleep instead, or close the memory first"
+            )
+        return storages
+
+    def _found(self) -> list[Any]:
         storages: dict[Any, None] = {}
         for tensor in self._tensors():
             storage = tensor.untyped_storage()
@@ -206,11 +246,6 @@ class Offloader:
                         f"a {type(tensor).__name__} cannot be offloaded: it has no storage and no __tensor_flatten__"
                     )
                 storages[storage] = None
-        is_elsewhere = owned_elsewhere() if storages else None
-        if is_elsewhere is not None and any(is_elsewhere(storage.data_ptr()) for storage in storages):
-            raise StateConflictError(
-                "a tensor belongs to a PausableMemory: let its tag sleep instead, or close the memory first"
-            )
         return list(storages)
 
     def _offloaded(self) -> list[Any]:
@@ -249,105 +284,6 @@ def _new_arena(device: torch.device) -> PagedArena:
     if device.type == "cuda":
         return PinnedArena(device.index, margin_bytes=HOST_MARGIN_BYTES)
     return PagedArena(margin_bytes=HOST_MARGIN_BYTES)
-
-
-def check_target(target: Any) -> None:
-    """Refuse a target whose tensors would not be found and would silently stay on the device."""
-    found = isinstance(target, (torch.nn.Module, torch.optim.Optimizer, Mapping, list, tuple, torch.Tensor))
-    items = target if isinstance(target, (list, tuple)) else ()
-    if not found or any(isinstance(item, (torch.nn.Module, torch.optim.Optimizer)) for item in items):
-        raise InvalidRequestError(
-            f"this {type(target).__name__} cannot be moved: pass each module and each torch.optim.Optimizer as a "
-            "separate target, and tensors singly or in mappings, lists and tuples",
-            field="targets",
-            got=type(target).__name__,
-        )
-
-
-def tensors_of(target: Target, gradients: bool | None = None) -> Iterator[torch.Tensor]:
-    """All tensors of a target. `Offloader` documents `gradients`."""
-    if isinstance(target, torch.nn.Module):
-        modules = modules_of(target)
-        held = (parameter for module in modules for parameter in module._parameters.values() if parameter is not None)
-        parameters = {id(parameter): parameter for parameter in held}.values()
-        if gradients is not True:
-            yield from parameters
-            yield from (buffer for module in modules for buffer in module._buffers.values() if buffer is not None)
-        if gradients is not False:
-            yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
-    else:
-        found: list[torch.Tensor] = []
-        _collect(target.state if isinstance(target, torch.optim.Optimizer) else target, found)
-        yield from found
-
-
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (dict, Mapping)):
-        for item in value.values():
-            _collect(item, found)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _collect(item, found)
-
-
-def modules_of(root: torch.nn.Module) -> list[torch.nn.Module]:
-    """As `root.modules()`, whose nested generators take ten times as long."""
-    found: dict[int, torch.nn.Module] = {}  # by id: a weak proxy has no hash
-    waiting = [root]
-    while waiting:
-        module = waiting.pop()
-        if id(module) not in found:
-            found[id(module)] = module
-            waiting += [child for child in reversed(list(module._modules.values())) if child is not None]
-    return list(found.values())
-
-
-def reshard(module: torch.nn.Module) -> None:
-    """Free the parameters that FSDP has gathered: without a backward, the root keeps them after a forward."""
-    for child in modules_of(module):
-        # A module takes a microsecond to say that it lacks an attribute. `type` would be that of a weak proxy.
-        if hasattr(child.__class__, "unshard") and hasattr(child.__class__, "reshard"):  # FSDP2's mixin
-            child.reshard()
-        handle = child.__dict__.get("_handle")
-        if handle is not None and hasattr(handle, "reshard") and handle.uses_sharded_strategy:  # FSDP1
-            whole = getattr(handle.flat_param, "_full_param_padded", None)
-            if whole is not None and whole.untyped_storage().nbytes():
-                handle.reshard(True)
-
-
-def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors that hold a tensor's bytes: the local shard of a DTensor, the values and scales of a quantised
-    tensor, the indices and values of a sparse tensor, or the tensor itself. A lazy module's parameter has none yet.
-
-    Raises:
-        UnsupportedError: the tensor's bytes are known to torch's kernels only.
-    """
-    if torch.nn.parameter.is_lazy(tensor):
-        return
-    if hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            part = getattr(tensor, name)
-            if isinstance(part, torch.Tensor):  # a DTensor also lists its mesh
-                yield from plain_parts(part)
-    elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
-    elif tensor.layout is torch.strided:
-        yield tensor
-    else:
-        raise UnsupportedError(f"a tensor of {tensor.layout} cannot be moved: it has no storage")
-
-
-def has_memory(storage: Any) -> bool:
-    try:
-        return bool(storage.data_ptr())
-    except RuntimeError:  # the storage of a wrapper subclass has no data pointer
-        return False
 
 
 def _synchronize(storages: Iterable[Any]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.errors import InvalidRequestError, UnsupportedError
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.trainer.cache import aggressive_empty_cache
 from rl_memory_plugins.trainer.gpu import own_device
@@ -54,6 +54,10 @@ class TrainerParts:
         self._overlap = overlap
         self._memory_fraction = memory_fraction
         self._stays = 0  # bytes that torch held beside the trainer's after garbage was collected
+        for part in [*self.weights, *self.others]:
+            if isinstance(part, Offloader):
+                with suppress(UnsupportedError):  # the first offload says it, and moves nothing
+                    part.prepare()
 
     def limit(self, fraction: float) -> None:
         """Limit torch to a share of the GPU: then the trainer runs out of memory before an engine fails to wake."""

@@ -22,7 +22,7 @@ from rl_memory_plugins.memory.threads import Beside
 from rl_memory_plugins.records import TagChange
 from rl_memory_plugins.trainer.first_step import FirstSteps
 from rl_memory_plugins.trainer.gpu import is_capturing, with_index
-from rl_memory_plugins.trainer.offloading import Target
+from rl_memory_plugins.trainer.held_tensors import Target
 from rl_memory_plugins.trainer.pause_options import pause_options
 from rl_memory_plugins.trainer.process_groups import groups_of
 from rl_memory_plugins.trainer.sleepers import owned_elsewhere, sleepers

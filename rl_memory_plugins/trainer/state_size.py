@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.trainer.offloading import plain_parts
+from rl_memory_plugins.trainer.held_tensors import plain_parts
 from rl_memory_plugins.trainer.targets import is_of_torch
 
 logger = logging.getLogger(__name__)

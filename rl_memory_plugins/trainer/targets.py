@@ -9,7 +9,7 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, StateConflictError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.trainer.offloading import (
+from rl_memory_plugins.trainer.held_tensors import (
     Target,
     check_target,
     has_memory,

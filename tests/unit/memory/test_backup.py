@@ -10,8 +10,8 @@ import pytest
 from rl_memory_plugins.errors import HostMemoryError
 from rl_memory_plugins.memory import backup, host_memory
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.backup import ALIGNMENT, Backup, PagedArena
-from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info
+from rl_memory_plugins.memory.backup import Backup, PagedArena
+from rl_memory_plugins.memory.host_memory import PAGE_BYTES, free_host_bytes, host_memory_info
 from rl_memory_plugins.memory.ranges import subtract
 
 MiB = 1 << 20
@@ -70,23 +70,23 @@ def test_idle_buffers_make_room_for_a_larger_one():
 
 
 def test_the_bound_is_exact_and_typed():
-    arena = PagedArena(max_bytes=MiB, margin_bytes=ALIGNMENT)
-    used = arena.acquire(MiB - ALIGNMENT)
+    arena = PagedArena(max_bytes=MiB, margin_bytes=PAGE_BYTES)
+    used = arena.acquire(MiB - PAGE_BYTES)
     with pytest.raises(HostMemoryError) as caught:
-        arena.acquire(ALIGNMENT + 1)
-    assert caught.value.details["needed_bytes"] == 2 * ALIGNMENT
-    assert caught.value.details["margin_bytes"] == ALIGNMENT
-    assert f"{ALIGNMENT} are allowed by host_arena_max_bytes" in caught.value.message
-    arena.acquire(ALIGNMENT)
+        arena.acquire(PAGE_BYTES + 1)
+    assert caught.value.details["needed_bytes"] == 2 * PAGE_BYTES
+    assert caught.value.details["margin_bytes"] == PAGE_BYTES
+    assert f"{PAGE_BYTES} are allowed by host_arena_max_bytes" in caught.value.message
+    arena.acquire(PAGE_BYTES)
     arena.release(used)
 
 
 def test_free_memory_less_the_margin_bounds_it(monkeypatch):
-    monkeypatch.setattr(backup, "free_host_bytes", lambda: 3 * ALIGNMENT)
-    arena = PagedArena(margin_bytes=2 * ALIGNMENT)
+    monkeypatch.setattr(backup, "free_host_bytes", lambda: 3 * PAGE_BYTES)
+    arena = PagedArena(margin_bytes=2 * PAGE_BYTES)
     with pytest.raises(HostMemoryError):
-        arena.acquire(2 * ALIGNMENT)
-    arena.acquire(ALIGNMENT)
+        arena.acquire(2 * PAGE_BYTES)
+    arena.acquire(PAGE_BYTES)
 
 
 def test_a_refused_mapping_is_a_typed_error(monkeypatch):

@@ -205,6 +205,14 @@ def test_a_sleep_is_not_refused_for_what_is_made_on_a_guess(arenas, pages, monke
     assert arena.held_bytes == 20 * MiB
 
 
+def test_a_buffer_that_ends_within_a_page_is_found_again(arenas, pages):
+    pages.let_all()
+    arena = arenas()
+    arena.prepare([0, 40 * MiB + 5]).join()
+    soon(arena.acquire, 40 * MiB + 5)
+    assert arena.held_bytes == 40 * MiB + 4096
+
+
 def test_a_guess_leaves_a_part_of_the_host_free(arenas, pages, monkeypatch, caplog):
     monkeypatch.setattr(pinned, "SPARE_SHARE", 4)
     monkeypatch.setattr(pinned, "host_memory_info", lambda: (120 * MiB, 400 * MiB))

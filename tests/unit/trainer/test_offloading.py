@@ -13,8 +13,11 @@ from torch import nn
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, InvalidRequestError, UnsupportedError
 from rl_memory_plugins.memory import adoption, backup
 from rl_memory_plugins.memory.backup import PagedArena
-from rl_memory_plugins.trainer import Moved, Offloader, load, offload, offloading
+from rl_memory_plugins.memory.host_memory import whole_pages
+from rl_memory_plugins.trainer import Moved, Offloader, held_tensors, load, offload, offloading
 from rl_memory_plugins.trainer.offloading import _HostMemory, host_view, temporarily_loaded
+from rl_memory_plugins.trainer.parts import TrainerParts
+from rl_memory_plugins.trainer.peers import Peers
 
 
 def everything(tensor):
@@ -537,14 +540,89 @@ def test_modules_are_those_that_torch_names_in_its_order():
     shared = nn.Linear(2, 2)
     root = nn.Sequential(nn.Sequential(nn.Linear(2, 2), shared), shared, nn.ModuleDict({"a": nn.ReLU(), "b": shared}))
     root.register_module("none", None)
-    assert offloading.modules_of(root) == list(root.modules())
+    assert held_tensors.modules_of(root) == list(root.modules())
     root.own = root[0]
-    assert offloading.modules_of(root) == list(root.modules())
+    assert held_tensors.modules_of(root) == list(root.modules())
 
 
 def test_gathered_parameters_are_freed_also_of_a_root_that_is_known_by_a_weak_reference():
     root = Sharded(2, 2)
     root.child = Sharded(2, 2)
-    offloading.reshard(root)
-    offloading.reshard(weakref.proxy(root))
+    held_tensors.reshard(root)
+    held_tensors.reshard(weakref.proxy(root))
     assert root.resharded == root.child.resharded == 2
+
+
+class Preparing(PagedArena):
+    """Allocates at once what is to be allocated in the background, and counts the allocations."""
+
+    allocated = 0
+
+    def prepare(self, sizes):
+        for nbytes in sizes:
+            self.release(self._allocate_now(whole_pages(nbytes), lambda: True))
+
+    def _allocate_now(self, nbytes, go_on, file=None):
+        self.allocated += 1
+        return super()._allocate_now(nbytes, go_on, file)
+
+
+@pytest.fixture
+def preparing(monkeypatch):
+    monkeypatch.setattr(offloading, "PagedArena", Preparing)
+
+
+@pytest.mark.usefixtures("preparing")
+def test_the_first_offload_finds_its_host_memory():
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    weights, states = Offloader(model, moves=everything, gradients=False), Offloader(optimizer, moves=everything)
+    weights.prepare()
+    states.prepare()  # before the first step has made any
+    train(model, optimizer)
+    expected = whole(model)
+    for one in (weights, states):
+        for _ in range(2):
+            assert one.offload().bytes > 0 and one.load().bytes > 0
+            one.prepare()
+        assert one._host.arena.allocated == 1
+    same(whole(model), expected)
+
+
+@pytest.mark.usefixtures("preparing")
+def test_nothing_is_prepared_for_what_does_not_move():
+    model = Tied()
+    for target in (model, torch.optim.AdamW(model.parameters()), [], torch.nn.Identity()):
+        one = Offloader(target)  # a CPU's tensors stay
+        one.prepare()
+        assert one._host is None
+
+
+@pytest.mark.usefixtures("preparing")
+def test_more_than_was_prepared_moves_too():
+    model = Tied()
+    one = Offloader(model, moves=everything)
+    one.prepare()
+    optimizer = torch.optim.AdamW(model.parameters())
+    train(model, optimizer)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    total = sum(storage.nbytes() for storage in one._found())
+    assert one.offload().bytes == total == one.load().bytes
+
+
+def test_a_handoff_prepares_the_parts_that_it_makes(monkeypatch):
+    prepared = []
+    monkeypatch.setattr(Offloader, "prepare", lambda self: prepared.append(self))
+    model = Tied()
+    own = Offloader(torch.ones(4))
+    parts = TrainerParts([model], [own], Peers(None), overlap=False, memory_fraction=1.0)
+    assert prepared == [*parts.weights, *parts.others] and own in prepared
+
+
+def test_a_part_that_cannot_move_fails_when_it_is_to_move(monkeypatch):
+    def refuse(self):
+        raise UnsupportedError("no storage")
+
+    monkeypatch.setattr(Offloader, "prepare", refuse)
+    assert TrainerParts([Tied()], [], Peers(None), overlap=False, memory_fraction=1.0).weights
