@@ -237,7 +237,7 @@ class Controller:
                 endpoints=command.endpoints,
                 token=command.token,
                 timeout_s=self._update_timeout_s if command.timeout_s is None else command.timeout_s,
-                frozen=command.mode is PauseMode.FREEZE,
+                frozen=command.mode is PauseMode.FREEZE and self._engine.has_requests(),
             )
             return self._decided(operation, finish)
 

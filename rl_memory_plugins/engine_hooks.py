@@ -33,6 +33,10 @@ class EngineHooks(Protocol):
         Ranks that run the controller in step get the same answer.
         """
 
+    def has_requests(self) -> bool:
+        """Whether requests are here that a freeze leaves their KV cache. Ranks that run the controller in step get the
+        same answer."""
+
     def reset_caches(self, *, frozen: bool = False, released: bool = False) -> None:
         """Drop everything that was computed from the old weights or that lies in the KV cache.
 

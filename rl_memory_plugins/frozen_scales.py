@@ -14,9 +14,9 @@ class FrozenScales:
         scales: Gives the scales as they are now, by name.
     """
 
-    def __init__(self, scales: Callable[[], Mapping[str, float]]) -> None:
+    def __init__(self, scales: Callable[[], Mapping[str, object]]) -> None:
         self._scales = scales
-        self._former: Mapping[str, float] = {}
+        self._former: Mapping[str, object] = {}
 
     def note(self) -> None:
         """Take the scales as they are, while the weights are valid: these have written the blocks."""

@@ -57,7 +57,7 @@ class RankAgent:
         after_wake: Callable[[list[Tag]], None] = lambda tags: None,
         before_update: Callable[[], None] = lambda: None,
         resident_graphs: str = "",
-        cache_scales: Callable[[], Mapping[str, float]] = dict,
+        cache_scales: Callable[[], Mapping[str, object]] = dict,
         calls: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     ) -> None:
         self.manager = manager
@@ -128,15 +128,16 @@ class RankAgent:
         self, endpoints: Endpoints, token: str, timeout_s: float, frozen: bool = False
     ) -> dict[str, Any]:
         self.manager.require_writable()
-        self._before_update()
         self._note_scales()
+        self._before_update()
         report = self.receiver.receive(endpoints, token, timeout_s)
         if frozen:
             self._frozen_scales.require_unchanged()
         return report
 
     def _note_scales(self) -> None:
-        if self.manager.content is Content.VALID:  # else an update may have changed them, and the blocks are older
+        # Of weights that are not valid, an update may have changed them: the blocks are older.
+        if self.manager.content is Content.VALID and self.manager.state(Tag.WEIGHTS) is TagState.RESIDENT:
             self._frozen_scales.note()
 
     def finish_update(self, complete: bool) -> None:

@@ -8,6 +8,7 @@ the operators that derive tensors from the layer's parameters, and whether the s
 from __future__ import annotations
 
 import functools
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -34,6 +35,8 @@ run leaves other operators in the second load, if not in the first; later loads 
 Observation costs more than many steps, and under it `torch.compile`d steps run operator by operator."""
 
 _ATTRIBUTE = "_rl_memory_post_load"
+
+_CACHE_SCALE = re.compile("_?[kv]_scale")  # of both engines, with and without `_float` at the end
 
 
 class PostLoad:
@@ -225,17 +228,30 @@ def of(model: torch.nn.Module) -> PostLoad | None:
     return getattr(model, _ATTRIBUTE, None)
 
 
-def cache_scales(model: torch.nn.Module) -> dict[str, float]:
-    """The numbers with which attention reads and writes an FP8 KV cache, by name; empty without such a cache."""
+def cache_scales(model: torch.nn.Module) -> dict[str, object]:
+    """The scales by which attention writes and reads keys and values of an FP8 KV cache, by name; empty without any."""
+    found: dict[str, object] = {name: tensor.tolist() for name, tensor in cache_scale_tensors(model).items()}
+    for name, layer in _scaled(model):
+        held = vars(layer).items()
+        found |= {f"{name}.{key}": one for key, one in held if isinstance(one, float) and _CACHE_SCALE.match(key)}
+    return found
+
+
+def cache_scale_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Those of them that are tensors, by name."""
+    return {
+        f"{name}.{key}": tensor
+        for name, layer in _scaled(model)
+        for key, tensor in tensors_of(layer).items()
+        if _CACHE_SCALE.match(key) and not tensor.is_meta
+    }
+
+
+def _scaled(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     watch = of(model)
     layers = {layer for layer, one in watch.templates.items() if one.has_kv_scales} if watch is not None else set()
-    return {
-        f"{name}.{key}": value
-        for name, layer in (model.named_modules() if layers else ())
-        if layer in layers
-        for key, value in vars(layer).items()
-        if isinstance(value, float)
-    }
+    if layers:
+        yield from ((name, layer) for name, layer in model.named_modules() if layer in layers)
 
 
 def has_dummy_weights(model: torch.nn.Module) -> bool:

@@ -187,13 +187,9 @@ def build_agent(
     names = NamedWeights(model, draft.model if draft else lambda: None, unfilled)
     manager.memory_of = names.memory
     manager.find_unfilled = lambda: (target.unfilled() - {*filled()}) | {*(() if dummy(model()) else unfilled())}
-
-    def cache_scales() -> dict[str, float]:
-        own_draft = draft.model() if draft is not None else None
-        drafted = {} if own_draft is None else post_load.cache_scales(own_draft)
-        return post_load.cache_scales(model()) | {f"the draft's {name}": scale for name, scale in drafted.items()}
-
-    agent = RankAgent(manager, receiver, names, calls=calls, cache_scales=cache_scales, **own)
+    agent = RankAgent(
+        manager, receiver, names, calls=calls, cache_scales=lambda: post_load.cache_scales(model()), **own
+    )
     if config.start_stale:
         manager.withhold()
     manager.warm_up()

@@ -92,6 +92,11 @@ class PinnedArena(PagedArena):
         self._preparations = [*self._running(), preparation]
         return preparation
 
+    @property
+    def is_preparing(self) -> bool:
+        """Whether buffers are being allocated in the background."""
+        return bool(self._running())
+
     def _running(self) -> list[Preparation]:
         return [preparation for preparation in self._preparations if preparation.is_alive()]
 
@@ -155,7 +160,8 @@ class PinnedArena(PagedArena):
         for preparation in running:
             preparation.end()
         for preparation in running:
-            await_end(preparation)
+            if preparation is not threading.current_thread():  # a finaliser may run anywhere
+                await_end(preparation)
         return super()._end_background_work() or bool(running)
 
     def _fill(self, mapping: mmap.mmap, step: Step, file: File | None = None) -> None:

@@ -11,6 +11,7 @@ while everything is loaded: `torch.save` writes the empty storage without an err
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -66,16 +67,41 @@ class _HostMemory:
 
     def __init__(self, arena: PagedArena) -> None:
         self.arena = arena
+        self._prepared = 0  # bytes of the buffer that is allocated in the background, or was
         self._buffers: dict[int, weakref.ref[_Buffer]] = {}
-        weakref.finalize(self, arena.close).atexit = False
+        weakref.finalize(self, _close, arena).atexit = False
+
+    def prepare(self, nbytes: int) -> None:
+        """Allocate so much in the background, instead of what was prepared before."""
+        self._release_unused()
+        if nbytes > max(self._prepared, self.arena.held_bytes):
+            self.arena.free_idle()
+            self._prepared = nbytes
+            self.arena.prepare([nbytes])
 
     def buffer(self, nbytes: int) -> _Buffer:
-        for address in [address for address, buffer in self._buffers.items() if buffer() is None]:
-            del self._buffers[address]
-            self.arena.release(address)
+        self._release_unused()
+        if nbytes > self._prepared:
+            self.arena.free_idle()  # also what is still being allocated, and would be too small
+        self._prepared = max(self._prepared, nbytes)
         buffer = _Buffer(self, self.arena.acquire(nbytes))
         self._buffers[buffer.address] = weakref.ref(buffer)
         return buffer
+
+    def _release_unused(self) -> None:
+        for address in [address for address, buffer in self._buffers.items() if buffer() is None]:
+            del self._buffers[address]
+            self.arena.release(address)
+
+
+def _close(arena: PagedArena) -> None:
+    """Free an arena whose owner is gone. The garbage collector may call this in any thread, also in one that holds the
+    arena's lock while it allocates in the background: then another thread frees it."""
+    if isinstance(arena, PinnedArena) and arena.is_preparing:
+        with suppress(RuntimeError):  # no thread can start: the process ends, and the kernel frees the memory
+            threading.Thread(target=arena.close, name="rl-memory-give-back").start()
+    else:
+        arena.close()
 
 
 class _HostCopy(NamedTuple):
@@ -132,11 +158,13 @@ class Offloader:
         later ones. A `RolloutHandoff` calls this for the modules and optimisers that it gets. `close` frees the memory.
 
         An optimiser without state counts with the state that its first step will make, if it is of `torch.optim`.
-        Gradients count if there are any. What cannot be allocated in advance is allocated by the offload.
+        Gradients count if there are any. What cannot be allocated in advance is allocated by the offload. Do not call
+        this between a forward and its backward: like an offload it frees the parameters that FSDP has gathered.
 
         Raises:
             UnsupportedError: as for `offload`.
         """
+        self._reshard()
         storages = self._found()
         optimizers = [target for target in self._targets if isinstance(target, torch.optim.Optimizer)]
         parameters = [
@@ -149,9 +177,7 @@ class Offloader:
         expected = sum(expected_state_bytes(optimizer, device) for optimizer in optimizers)
         # An optimiser keeps up to three tensors for each parameter, and each begins at an aligned address.
         nbytes += expected and expected + 3 * align(1) * len(parameters)
-        host = self._host_memory(device)
-        if nbytes > host.arena.held_bytes:
-            host.arena.prepare([nbytes])
+        self._host_memory(device).prepare(nbytes)
 
     def offload(self) -> Moved:
         """Copy the tensors to the host and free their device memory (to torch's cache; see `aggressive_empty_cache`).
@@ -224,9 +250,7 @@ class Offloader:
 
     def _resident(self) -> list[Any]:
         """All storages to offload, without duplicates. First frees the parameters that FSDP has gathered."""
-        for target in self._targets:
-            if isinstance(target, torch.nn.Module):
-                reshard(target)
+        self._reshard()
         storages = self._found()
         is_elsewhere = owned_elsewhere() if storages else None
         if is_elsewhere is not None and any(is_elsewhere(storage.data_ptr()) for storage in storages):
@@ -234,6 +258,11 @@ class Offloader:
                 "a tensor belongs to a PausableMemory: let its tag sleep instead, or close the memory first"
             )
         return storages
+
+    def _reshard(self) -> None:
+        for target in self._targets:
+            if isinstance(target, torch.nn.Module):
+                reshard(target)
 
     def _found(self) -> list[Any]:
         storages: dict[Any, None] = {}

@@ -42,6 +42,9 @@ class IdleEngine:
     def is_idle(self, seconds: float) -> bool:
         return True
 
+    def has_requests(self) -> bool:
+        return True
+
     def reset_caches(self, *, frozen: bool = False, released: bool = False) -> None: ...
 
     def adapters_in_use(self) -> set[int]:

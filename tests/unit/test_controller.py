@@ -56,6 +56,9 @@ class Engine:
     def is_idle(self, seconds: float) -> bool:
         return seconds <= self.idle_for
 
+    def has_requests(self) -> bool:
+        return True
+
     def reset_caches(self, *, frozen: bool = False, released: bool = False) -> None:
         self.calls.append("reset_caches:frozen" if frozen else "reset_caches")
 

@@ -338,6 +338,60 @@ def test_where_only_scales_of_the_kv_cache_are_transformed_all_else_is_replayed(
     assert found["scales of the first load"]
 
 
+FAILING = (
+    PRELUDE
+    + """
+    from rl_memory_plugins.engines import saved_layers
+    from rl_memory_plugins.errors import WeightUpdateError
+
+    config, model = load(sys.argv[1])
+    made = reload.reload_of(model, config, model.load_weights, contextlib.nullcontext)
+    before = post_load.cache_scales(model)
+    weights = load_file(sys.argv[2] + "/model.safetensors")
+    keep = saved_layers.SavedLayers.keep_addresses
+
+    def fail(*_):
+        seen.append(post_load.cache_scales(model) != before)
+        raise WeightUpdateError("late")
+
+    seen = []
+    saved_layers.SavedLayers.keep_addresses = fail
+    errors = []
+    try:
+        update(config, loader_of(model, made), weights)
+    except WeightUpdateError as error:
+        errors.append(str(error))
+    saved_layers.SavedLayers.keep_addresses = keep
+    print(json.dumps({
+        "by": type(made).__name__,
+        "errors": errors,
+        "changed meanwhile": seen,
+        "scales": len(before),
+        "as before": post_load.cache_scales(model) == before,
+    }))
+"""
+)
+
+
+def test_an_update_that_fails_late_leaves_the_scales_of_the_kv_cache(
+    forked_python: Callable[..., str], tmp_path: Path
+) -> None:
+    """vLLM's step writes them in place. As tensors they would not fit the numbers any more, nor the blocks."""
+    first = write_scales(tmp_path / "first", SEED, scales=True)
+    other = write_scales(tmp_path / "other", OTHER_SEED, scales=True)
+    names = [name for name in load_file(other / "model.safetensors") if name.endswith("_scale")]
+    changed = {name: one * 2 if name in names else one for name, one in load_file(other / "model.safetensors").items()}
+    save_file(changed, other / "model.safetensors", {"format": "pt"})
+    found = json.loads(forked_python(FAILING, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
+    assert found.pop("scales") >= 2 * len(names)  # tensors and numbers
+    assert found == {
+        "by": "LayerwiseReload",
+        "errors": ["late"],
+        "changed meanwhile": [True],
+        "as before": True,
+    }
+
+
 #: vLLM's kernel for FP8 in blocks, as far as it touches the weights.
 FP8_KERNEL = """
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel

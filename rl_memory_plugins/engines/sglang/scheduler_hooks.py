@@ -223,11 +223,14 @@ class SglangEngine:
     def kv_cache_sleeps(self) -> bool:
         return Tag.KV_CACHE.value in self._scheduler.weight_updater.offload_tags
 
+    def has_requests(self) -> bool:
+        return not self._ranks.all(self._is_idle(PauseMode.KEEP))
+
     def reset_caches(self, *, frozen: bool = False, released: bool = False) -> None:
         forget_embeddings()
         if self.kv_cache_sleeps:
             return  # the sleep has flushed the KV cache and released its memory
-        if frozen and not self._ranks.all(self._is_idle(PauseMode.KEEP)):
+        if frozen and self.has_requests():
             self.namespace.renew(self._scheduler.waiting_queue)
             return
         # Emptying torch's cache takes longer than a weight update. A sleep empties it where that frees enough.

@@ -164,8 +164,11 @@ class VllmEngine:
                 self._core.resume_scheduler()
             _wake_loop(self._core)
 
+    def has_requests(self) -> bool:
+        return bool(self._core.scheduler.requests)
+
     def reset_caches(self, *, frozen: bool = False, released: bool = False) -> None:
-        if frozen and self._core.scheduler.requests:
+        if frozen and self.has_requests():
             forget_prefixes(self._core)
             self._core.reset_encoder_cache()  # an image whose tokens are half computed is encoded again
         elif reset_caches(self._core):

@@ -25,15 +25,20 @@ SCALES = ("_q_scale_float", "_k_scale_float", "_v_scale_float", "_prob_scale_flo
 
 def held_by_graphs(layer: torch.nn.Module, name: str) -> bool:
     """Whether CUDA graphs may hold an attribute of a layer as a number."""
-    backend: type = type(getattr(layer, "impl", None))
-    return name not in SCALES or backend.__name__ not in READ_TENSORS or _reads(backend, name)
+    backend = type(getattr(layer, "impl", None))
+    if name not in SCALES or backend.__name__ not in READ_TENSORS:
+        return True
+    return _reads(backend, name) or _reads(type(layer), name)
+
+
+def _reads(kind: type, name: str) -> bool:
+    """Whether the modules of a class and its bases have code that reads an attribute of this name."""
+    return any(_module_reads(one.__module__, name) for one in kind.__mro__ if one is not object)
 
 
 @functools.cache
-def _reads(backend: type, name: str) -> bool:
-    """Whether the modules of a class and its bases have code that reads an attribute of this name."""
-    modules = {sys.modules[one.__module__] for one in backend.__mro__ if one is not object}
-    return any(_code_reads(code, name) for module in modules for code in _codes(module))
+def _module_reads(module: str, name: str) -> bool:
+    return any(_code_reads(code, name) for code in _codes(sys.modules[module]))
 
 
 def _codes(module: Any) -> Iterator[CodeType]:

@@ -63,7 +63,7 @@ def gptq(shape: Shape, weight: torch.dtype, *, bits: int, group: int) -> Layout:
 def awq(shape: Shape, weight: torch.dtype, *, group: int) -> Layout:
     rows, columns = matrix(shape)
     words = divided(rows, _WORD // 4, "packed word", shape)
-    groups = divided(columns, group, "group", shape)
+    groups = divided(columns, group, "group", shape) if group > 0 else 1
     return {
         "qweight": (torch.int32, (columns, words)),
         "qzeros": (torch.int32, (groups, words)),

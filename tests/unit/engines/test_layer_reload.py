@@ -433,7 +433,21 @@ def test_other_scales_of_the_kv_cache_where_graphs_hold_them_as_numbers() -> Non
     assert_equal(state(model), state(numbered(seed=3)))
     update(loader_of(model, graphs=False), new)
     assert float(model.attention.k_scale) == vars(model.attention)["_k_scale_float"] == 0.25
-    assert post_load.cache_scales(model) == {"attention._k_scale_float": 0.25}
+    assert post_load.cache_scales(model) == {"attention._k_scale_float": 0.25, "attention.k_scale": 0.25}
+
+
+def test_scales_of_a_kv_cache_are_compared_by_what_kernels_read() -> None:
+    """Each head may have a scale, of which the number is the largest. Scales of queries are in no block."""
+    model = numbered()
+    model.attention.k_scale = torch.nn.Parameter(torch.tensor([0.5, 0.25]))
+    model.attention._q_scale_float = 0.75
+    before = post_load.cache_scales(model)
+    assert before == {"attention._k_scale_float": 0.5, "attention.k_scale": [0.5, 0.25]}
+    with torch.no_grad():
+        model.attention.k_scale[1] = 0.125
+    model.attention._q_scale_float = 1.0
+    assert {name for name, one in post_load.cache_scales(model).items() if one != before[name]} == {"attention.k_scale"}
+    assert post_load.cache_scales(loaded(weights(1))) == {}
 
 
 def test_other_scales_of_the_kv_cache_where_graphs_read_the_tensors() -> None:

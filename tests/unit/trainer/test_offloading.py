@@ -2,6 +2,7 @@
 
 import gc
 import itertools
+import threading
 import weakref
 from types import SimpleNamespace
 
@@ -14,6 +15,7 @@ from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, Invalid
 from rl_memory_plugins.memory import adoption, backup
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.host_memory import whole_pages
+from rl_memory_plugins.memory.pinned import PinnedArena
 from rl_memory_plugins.trainer import Moved, Offloader, held_tensors, load, offload, offloading
 from rl_memory_plugins.trainer.offloading import _HostMemory, host_view, temporarily_loaded
 from rl_memory_plugins.trainer.parts import TrainerParts
@@ -608,7 +610,47 @@ def test_more_than_was_prepared_moves_too():
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     total = sum(storage.nbytes() for storage in one._found())
-    assert one.offload().bytes == total == one.load().bytes
+    for prepares in (False, True):
+        if prepares:
+            one.prepare()
+        assert one.offload().bytes == total == one.load().bytes
+        assert one._host.arena.held_bytes < 2 * whole_pages(total), "one buffer, without the smaller one"
+
+
+@pytest.mark.usefixtures("preparing")
+def test_a_larger_preparation_takes_the_place_of_the_former():
+    tensors = [torch.ones(3 << 12)]
+    one = Offloader(tensors, moves=everything)
+    one.prepare()
+    one.prepare()
+    assert one._host.arena.allocated == 1
+    tensors.append(torch.ones(4 << 12))
+    one.prepare()
+    held = one._host.arena.held_bytes
+    assert whole_pages(4 * (7 << 12)) <= held < 4 * (8 << 12)
+    one.offload()
+    assert one._host.arena.held_bytes == held
+
+
+def test_an_arena_whose_owner_is_gone_is_freed_by_another_thread_while_it_prepares(monkeypatch):
+    """The garbage collector may run in the thread that prepares, which cannot wait for itself."""
+    closed = []
+
+    class Busy(PinnedArena):
+        is_preparing = True
+
+        def __init__(self):
+            pass
+
+        def close(self):
+            closed.append(threading.current_thread())
+
+    host = _HostMemory(Busy())
+    del host
+    gc.collect()
+    [thread] = closed
+    thread.join()
+    assert thread is not threading.current_thread()
 
 
 def test_a_handoff_prepares_the_parts_that_it_makes(monkeypatch):
@@ -620,7 +662,7 @@ def test_a_handoff_prepares_the_parts_that_it_makes(monkeypatch):
     assert prepared == [*parts.weights, *parts.others] and own in prepared
 
 
-def test_a_part_that_cannot_move_fails_when_it_is_to_move(monkeypatch):
+def test_a_handoff_is_made_of_a_part_that_cannot_be_prepared(monkeypatch):
     def refuse(self):
         raise UnsupportedError("no storage")
 
