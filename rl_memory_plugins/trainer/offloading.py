@@ -67,23 +67,23 @@ class _HostMemory:
 
     def __init__(self, arena: PagedArena) -> None:
         self.arena = arena
-        self._prepared = 0  # bytes of the buffer that is allocated in the background, or was
+        self._largest = 0  # bytes of the largest buffer that was prepared or wanted
         self._buffers: dict[int, weakref.ref[_Buffer]] = {}
         weakref.finalize(self, _close, arena).atexit = False
 
     def prepare(self, nbytes: int) -> None:
         """Allocate so much in the background, instead of what was prepared before."""
         self._release_unused()
-        if nbytes > max(self._prepared, self.arena.held_bytes):
+        if nbytes > max(self._largest, self.arena.held_bytes):
             self.arena.free_idle()
-            self._prepared = nbytes
+            self._largest = nbytes
             self.arena.prepare([nbytes])
 
     def buffer(self, nbytes: int) -> _Buffer:
         self._release_unused()
-        if nbytes > self._prepared:
+        if nbytes > self._largest:
             self.arena.free_idle()  # also what is still being allocated, and would be too small
-        self._prepared = max(self._prepared, nbytes)
+        self._largest = max(self._largest, nbytes)
         buffer = _Buffer(self, self.arena.acquire(nbytes))
         self._buffers[buffer.address] = weakref.ref(buffer)
         return buffer

@@ -24,46 +24,46 @@ def by_scale(shape: Shape, weight: torch.dtype, *, dtype: torch.dtype, scale_sha
 
 
 def by_row(shape: Shape, weight: torch.dtype, *, dtype: torch.dtype) -> Layout:
-    rows, _ = matrix(shape)
+    rows, _ = _matrix(shape)
     return {"weight": (dtype, shape), "weight_scale": (torch.float32, (rows, 1))}
 
 
 def fp8_by_block(shape: Shape, weight: torch.dtype, *, block: tuple[int, int], scale: str) -> Layout:
-    rows, columns = matrix(shape)
+    rows, columns = _matrix(shape)
     down, across = block
     return {"weight": (torch.float8_e4m3fn, shape), scale: (torch.float32, (-(-rows // down), -(-columns // across)))}
 
 
 def packed(shape: Shape, weight: torch.dtype, *, bits: int, group: int, symmetric: bool) -> Layout:
-    rows, columns = matrix(shape)
-    groups = divided(columns, group, "group", shape) if group > 0 else 1
+    rows, columns = _matrix(shape)
+    groups = _groups(columns, group, shape)
     count = _WORD // bits
     layout: Layout = {
-        "weight_packed": (torch.int32, (rows, divided(columns, count, "packed word", shape))),
+        "weight_packed": (torch.int32, (rows, _divided(columns, count, "packed word", shape))),
         "weight_scale": (weight, (rows, groups)),
         "weight_shape": (torch.int64, (2,)),
     }
     if not symmetric:
-        layout["weight_zero_point"] = (torch.int32, (divided(rows, count, "packed word", shape), groups))
+        layout["weight_zero_point"] = (torch.int32, (_divided(rows, count, "packed word", shape), groups))
     return layout
 
 
 def gptq(shape: Shape, weight: torch.dtype, *, bits: int, group: int) -> Layout:
-    rows, columns = matrix(shape)
-    groups = divided(columns, group, "group", shape) if group > 0 else 1
+    rows, columns = _matrix(shape)
+    groups = _groups(columns, group, shape)
     count = _WORD // bits
     return {
-        "qweight": (torch.int32, (divided(columns, count, "packed word", shape), rows)),
-        "qzeros": (torch.int32, (groups, divided(rows, count, "packed word", shape))),
+        "qweight": (torch.int32, (_divided(columns, count, "packed word", shape), rows)),
+        "qzeros": (torch.int32, (groups, _divided(rows, count, "packed word", shape))),
         "scales": (half(weight), (groups, rows)),
         "g_idx": (torch.int32, (columns,)),
     }
 
 
 def awq(shape: Shape, weight: torch.dtype, *, group: int) -> Layout:
-    rows, columns = matrix(shape)
-    words = divided(rows, _WORD // 4, "packed word", shape)
-    groups = divided(columns, group, "group", shape) if group > 0 else 1
+    rows, columns = _matrix(shape)
+    words = _divided(rows, _WORD // 4, "packed word", shape)
+    groups = _groups(columns, group, shape)
     return {
         "qweight": (torch.int32, (columns, words)),
         "qzeros": (torch.int32, (groups, words)),
@@ -76,7 +76,7 @@ def half(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
-def matrix(shape: Shape) -> tuple[int, int]:
+def _matrix(shape: Shape) -> tuple[int, int]:
     """The outputs and the inputs of a weight.
 
     Raises:
@@ -91,7 +91,12 @@ def matrix(shape: Shape) -> tuple[int, int]:
     return shape[0], shape[1]
 
 
-def divided(size: int, by: int, whole: str, shape: Shape) -> int:
+def _groups(columns: int, group: int, shape: Shape) -> int:
+    """The groups of a row; one if `group` is no size."""
+    return _divided(columns, group, "group", shape) if group > 0 else 1
+
+
+def _divided(size: int, by: int, whole: str, shape: Shape) -> int:
     """How many groups or packed words a dimension has.
 
     Raises:
@@ -99,7 +104,7 @@ def divided(size: int, by: int, whole: str, shape: Shape) -> int:
     """
     if size % by:
         raise InvalidRequestError(
-            f"a {whole} has {by} values, but a weight of the shape {list(shape)} has {size} of them in a row",
+            f"a {whole} has {by} values, which do not divide the {size} of a weight of the shape {list(shape)}",
             field="tensors",
             shape=list(shape),
         )

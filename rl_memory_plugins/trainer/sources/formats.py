@@ -74,22 +74,22 @@ def format_of(config: Mapping[str, Any]) -> Format:
         _require(config.get("bits") == 4 and config.get("version", "gemm") == "gemm", config, "only 4 bits, gemm")
         _require(bool(config.get("zero_point", True)), config, "it has no zero points")
         group = int(config.get("group_size", 128))
-        return Format("qweight", functools.partial(awq, group=group), functools.partial(layouts.awq, group=group))
+        return _format("qweight", awq, layouts.awq, group=group)
     _require(False, config, "the format is not known")
     raise AssertionError
 
 
+def _format(marker: str, quantise: Callable[..., Any], layout: Callable[..., Layout], **options: Any) -> Format:
+    """A format of which the tensors and their layout have the same options."""
+    return Format(marker, functools.partial(quantise, **options), functools.partial(layout, **options))
+
+
 def _by_scale(dtype: torch.dtype, scale_shape: tuple[int, ...]) -> Format:
-    options: dict[str, Any] = {"dtype": dtype, "scale_shape": scale_shape}
-    return Format(
-        "weight_scale", functools.partial(by_scale, **options), functools.partial(layouts.by_scale, **options)
-    )
+    return _format("weight_scale", by_scale, layouts.by_scale, dtype=dtype, scale_shape=scale_shape)
 
 
 def _by_row(dtype: torch.dtype) -> Format:
-    return Format(
-        "weight_scale", functools.partial(by_row, dtype=dtype), functools.partial(layouts.by_row, dtype=dtype)
-    )
+    return _format("weight_scale", by_row, layouts.by_row, dtype=dtype)
 
 
 def _gptq(config: Mapping[str, Any]) -> Format:
@@ -110,10 +110,8 @@ def _compressed_tensors(config: Mapping[str, Any]) -> Format:
     strategy, bits = weights.get("strategy"), weights.get("num_bits")
     if layout == "pack-quantized":
         group = -1 if strategy == "channel" else int(weights["group_size"])
-        options: dict[str, Any] = {"bits": bits, "group": group, "symmetric": bool(weights.get("symmetric", True))}
-        return Format(
-            "weight_packed", functools.partial(packed, **options), functools.partial(layouts.packed, **options)
-        )
+        symmetric = bool(weights.get("symmetric", True))
+        return _format("weight_packed", packed, layouts.packed, bits=bits, group=group, symmetric=symmetric)
     _require(bits == 8 and bool(weights.get("symmetric", True)), config, "only 8 bits without zero points, or packed")
     dtype = FP8 if weights.get("type") == "float" else torch.int8
     if strategy == "channel":

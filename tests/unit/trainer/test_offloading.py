@@ -632,7 +632,7 @@ def test_a_larger_preparation_takes_the_place_of_the_former():
     assert one._host.arena.held_bytes == held
 
 
-def test_an_arena_whose_owner_is_gone_is_freed_by_another_thread_while_it_prepares(monkeypatch):
+def test_an_arena_whose_owner_is_gone_is_freed_by_another_thread_while_it_prepares():
     """The garbage collector may run in the thread that prepares, which cannot wait for itself."""
     closed = []
 
