@@ -157,11 +157,11 @@ def checkpoint(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def renew(server: Server, folder: Path) -> None:
+def renew(server: Server, folder: Path, **options: Any) -> None:
     """The handoff of a training step: nothing of the old weights is left when the new ones come."""
     server.control.sleep(2)
     server.control.wake_up(["weights"])
-    push(server, checkpoint(folder))
+    push(server, checkpoint(folder), **options)
     server.control.wake_up()
 
 

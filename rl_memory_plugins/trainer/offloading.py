@@ -340,7 +340,7 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         UnsupportedError: the tensor is offloaded and consists of several tensors, e.g. a quantised tensor.
     """
-    if not _host_copies and not that_may_sleep():  # the common case with thousands of tensors
+    if _all_are_here():
         return tensor
     copy = _host_copies.get(tensor.untyped_storage())
     content = copy.content if copy is not None else _sleeping_copy(tensor)
@@ -353,6 +353,16 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     view = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     view = view.conj() if tensor.is_conj() else view
     return torch._neg_view(view) if tensor.is_neg() else view  # what is lazy is not in the bytes
+
+
+def host_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`host_view` of each."""
+    return tensors if _all_are_here() else [host_view(tensor) for tensor in tensors]
+
+
+def _all_are_here() -> bool:
+    """Whether nothing at all is offloaded or asleep: the common case with thousands of tensors."""
+    return not _host_copies and not that_may_sleep()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import torch
 
 from rl_memory_plugins.errors import InvalidRequestError
-from rl_memory_plugins.trainer.offloading import host_view
+from rl_memory_plugins.trainer.offloading import host_view, host_views
 from rl_memory_plugins.trainer.sources.gather import gather_all
 from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing, Rename
 from rl_memory_plugins.trainer.sources.peft_names import base_names, warn_of_adapters
@@ -74,14 +74,13 @@ class ModelSource:
             warn_of_adapters(self._model)
         # Without a tuple for each: many objects that live for a while make Python collect its garbage, for 80 ms.
         listed: tuple[list[str], list[Any]] = [], []
-        dtypes, specs = {}, []
+        specs = []
         self._sharded, self._left_out, self._parts = {}, (), {}
         for name, tensor in self._found():
             if self._holds_tensors:
                 listed[0].append(name)
                 listed[1].append(tensor)
             is_apart = self._check(name, tensor)
-            dtypes[name] = tensor.dtype
             specs.append(self._outgoing.spec(name, tensor.dtype, tensor.shape))
             if is_apart:
                 self._sharded[name] = specs[-1].nbytes
@@ -89,6 +88,7 @@ class ModelSource:
         form = self._saved_form()
         if form is None:
             return specs
+        dtypes = {name: tensor.dtype for name, tensor in self._named()}
         return [self._outgoing.spec(sent, dtypes[name], shape) for sent, shape, name in form.specs()]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -150,14 +150,15 @@ class ModelSource:
             return None
         form = self._saved_form()
         outgoing = self._outgoing if form is None else OfParameters(self._outgoing, form)
-        named = dict(self._named())
-        if any(
-            hasattr(t, "full_tensor") or t.is_neg() or outgoing.sent_as(name, t.dtype) != t.dtype
-            for name, t in named.items()
-        ):
-            return None
-        held = {name: host_view(tensor.detach() if tensor.requires_grad else tensor) for name, tensor in named.items()}
-        return list(held.values()) if form is None else form.resident(held)
+        names, tensors = [], []
+        for name, tensor in self._named():
+            dtype = tensor.dtype
+            if hasattr(tensor, "full_tensor") or tensor.is_neg() or outgoing.sent_as(name, dtype) != dtype:
+                return None
+            names.append(name)
+            tensors.append(tensor.detach() if tensor.requires_grad else tensor)
+        held = host_views(tensors)
+        return held if form is None else form.resident(dict(zip(names, held, strict=True)))
 
     def _named(self) -> Iterable[tuple[str, Any]]:
         """The tensors by the module's names: as `specs` has listed them, or else as they are now."""
@@ -193,11 +194,16 @@ class ModelSource:
             InvalidRequestError: it cannot be sent.
         """
         part = getattr(tensor, "_local_tensor", tensor)
+        is_apart = part is not tensor and self._is_apart(name, tensor)
         if part.nbytes and not part.untyped_storage().nbytes() and host_view(part) is part:
             raise InvalidRequestError(
                 f"{name} has no memory: other code than Offloader has freed it; load it first", name=name
             )
-        return part is not tensor and is_sharded(tensor)
+        return is_apart
+
+    def _is_apart(self, name: str, tensor: Any) -> bool:
+        """`_check` of a DTensor."""
+        return is_sharded(tensor)
 
 
 class OwnSource(ModelSource):
@@ -206,14 +212,14 @@ class OwnSource(ModelSource):
     `specs()` refuses a tensor that is sharded over several processes: to gather it would wait for the others forever.
     """
 
-    def _check(self, name: str, tensor: Any) -> bool:
-        if hasattr(tensor, "full_tensor") and tensor.device_mesh.size() > 1:
+    def _is_apart(self, name: str, tensor: Any) -> bool:
+        if tensor.device_mesh.size() > 1:
             raise InvalidRequestError(
                 f"{name} is sharded over {tensor.device_mesh.size()} processes: call push_from_all in all of them, or "
                 "send a ModelSource, over whose tensors() the other processes iterate too",
                 name=name,
             )
-        return super()._check(name, tensor)
+        return super()._is_apart(name, tensor)
 
 
 def as_source(tensors: Tensors, kind: type[ModelSource] = ModelSource) -> TensorSource:
