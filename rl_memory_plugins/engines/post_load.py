@@ -29,6 +29,10 @@ from rl_memory_plugins.weights.write_recorder import tensors_in, written_by
 NEW_LAYOUT = "other parameters"
 """Recorded among the operators if the step has replaced parameters of the layer."""
 
+MOVED = "a copy on another device"
+"""Recorded in place of the operator if the step has copied weights to another device. At a reload they may be there
+already: vLLM makes the scales of an FP8 KV cache on the CPU then."""
+
 TRUSTED_AFTER = 2
 """Loads in which a step has repeated its operators, before it is believed to. A step that the engine skips once it has
 run leaves other operators in the second load, if not in the first; later loads find the layer as the second did.
@@ -149,8 +153,8 @@ class PostLoad:
             yield
             for (layer, own), first in self._first_load.items():
                 now = self._this_load.get((layer, own))
-                if own:  # a layer's own step finds the layout of its last run, and may write in place
-                    first = first - {NEW_LAYOUT}
+                # A layer's own step finds the layout of its last run, and may write in place.
+                first = first - ({MOVED, NEW_LAYOUT} if own else {MOVED})
                 optional = partial or (hasattr(type(layer), STEP) and not own)
                 if (now is None and optional) or (now is not None and first <= now):
                     continue
@@ -295,7 +299,7 @@ class _Derivations(TorchDispatchMode):  # type: ignore[misc]
         written = {StorageWeakRef(tensor.untyped_storage()) for tensor in written_by(func, args, kwargs)}
         gave_nothing = not tensors_in(out) and not written
         if made or written or gave_nothing:
-            self.operators.add(str(func))
+            self.operators.add(MOVED if _only_moves(func, args, out) else str(func))
             self.storages += (made | written) - self._of_weights
             self._of_weights |= made | written
         if gave_nothing and func.namespace != "aten":
@@ -324,6 +328,14 @@ def _is_copy_of_itself(func: Any, args: Any) -> bool:
         and isinstance(args[1], torch.Tensor)  # `copy_` takes a number too
         and args[0].data_ptr() == args[1].data_ptr()
         and args[0].stride() == args[1].stride()
+    )
+
+
+def _only_moves(func: Any, args: Any, out: Any) -> bool:
+    return (
+        func is torch.ops.aten._to_copy.default
+        and out.device != args[0].device
+        and (out.dtype, out.stride()) == (args[0].dtype, args[0].stride())
     )
 
 

@@ -191,6 +191,34 @@ def test_a_step_that_does_less_the_second_time_is_an_error(partial):
     assert "other parameters" in error.value.details["skipped"]
 
 
+class Moving:
+    """A step that takes its layer's weights to another device, once also as another dtype."""
+
+    def __init__(self, dtype):
+        self.dtype = dtype
+        self.runs = 0
+
+    def __call__(self, layer):
+        layer.weight.mul_(2)
+        self.runs += 1
+        if self.runs == 1:  # later the weights are there
+            layer.elsewhere = layer.weight.to("meta", self.dtype)
+
+
+def test_weights_that_a_reload_makes_where_the_step_wants_them_need_not_be_moved():
+    model = loaded(Moving(torch.float32))
+    for partial in (False, True):
+        reload(model, partial=partial)
+    with pytest.raises(WeightUpdateError), post_load.of(model).repeating(partial=False):
+        pass
+
+
+def test_weights_that_a_step_takes_to_another_device_as_another_dtype_are_transformed():
+    with pytest.raises(WeightUpdateError) as error:
+        reload(loaded(Moving(torch.float16)))
+    assert error.value.details["skipped"] == ["aten._to_copy.default"]
+
+
 def test_a_step_that_does_not_run_is_an_error_unless_the_layer_may_be_left_out():
     model = loaded(pack)
     with pytest.raises(WeightUpdateError), post_load.of(model).repeating(partial=False):
