@@ -208,7 +208,8 @@ class Routes:
             return DirectExport(self._resident, device, keep=self._keep_mapped, mean_bytes=mean)
         if transport == "cuda_ipc":
             most = self.manifest.bucket_bytes if self._own_gpu in (None, device) else PEER_BUCKET_BYTES
-            return self._staging(functools.partial(CudaStaging, device, stable=stable), device, most)
+            make = functools.partial(CudaStaging, device, stable=stable, held=self._resident is not None)
+            return self._staging(make, device, most)
         if transport == "nccl":
             return self._nccl_staging(slot_bytes)
         if transport in ("tcp", "gloo"):

@@ -54,7 +54,8 @@ class PeerCopies:
         if not nbytes:
             return
         stream = self._streams.current(self._gpu.index)
-        if self._stream is None or stream != self._stream:  # a stream of torch is not `!=` None
+        # To compare two streams takes as long as the rest, and mostly it is the same object.
+        if stream is not self._stream and (self._stream is None or stream != self._stream):
             self.flush()
             self._stream = stream
         self._tensors.append(tensor)

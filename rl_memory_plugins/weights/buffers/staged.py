@@ -44,15 +44,17 @@ class _CudaSlots:
     Args:
         device: The name of the GPU.
         stable: Tensors do not change before `publish`.
+        held: Something else holds the tensors until then: to copy more of them together takes no memory.
 
     Raises:
         UnsupportedError: this process does not see the GPU.
         DeviceMemoryError: the GPU lacks memory for the slots.
     """
 
-    def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
+    def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False, held: bool = False) -> None:
         self._gpu = cuda_ipc.local_gpu(device)
         self._stable = stable
+        self._peer_group_bytes = (slot_bytes if held else GROUP_BYTES) if stable else 0
         self._bounce: _BounceBuffers | None = None
         self._small_copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets and their sources
         self._small_bytes = 0
@@ -115,7 +117,7 @@ class _CudaSlots:
         device = tensor.device
         if device not in self._peers:
             gpu = cuda_ipc.local_gpu(gpu_name(device.index))
-            group_bytes = GROUP_BYTES if self._stable else 0
+            group_bytes = self._peer_group_bytes
             reaches = gpu.reaches(self._gpu)
             self._peers[device] = PeerCopies(gpu, self._streams, group_bytes=group_bytes) if reaches else None
         peer = self._peers[device]
@@ -189,8 +191,8 @@ class CudaStaging(_CudaSlots):
         UnsupportedError: as for `_CudaSlots`, or CUDA IPC cannot export the memory.
     """
 
-    def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
-        super().__init__(device, slot_bytes, slots, stable=stable)
+    def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False, held: bool = False) -> None:
+        super().__init__(device, slot_bytes, slots, stable=stable, held=held)
         self._given: dict[int, torch.Tensor] = {}  # by the index of a tensor: what `place` gave for it
         try:
             allocations = [self._gpu.find(address) for address in self._addresses]

@@ -143,6 +143,18 @@ def test_a_group_of_copies_begins_when_it_is_large_or_its_stream_changes(gpus, s
     staging.close()
 
 
+def test_tensors_that_something_else_holds_are_copied_a_bucket_at_a_time(gpus, streams, own_streams, monkeypatch):
+    """Each copy of several has a cost of its own, and to wait with it takes no memory."""
+    monkeypatch.setattr(staged, "GROUP_BYTES", 96)
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True, held=True)
+    for number in range(5):
+        put(staging, 0, number, VALUES.as_subclass(OnFirst))
+    assert gpus["GPU-0"].copied == []
+    staging.publish()
+    assert gpus["GPU-0"].copied == [([48] * 5, "own of 0")]
+    staging.close()
+
+
 def test_small_tensors_are_copied_on_the_stream_on_which_they_were_made(gpus, streams, monkeypatch):
     staging, used = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True), []
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or contextlib.nullcontext())

@@ -476,6 +476,21 @@ def test_a_handle_for_another_gpu_is_refused(gpus, monkeypatch):
     assert rank.manager.content is Content.VALID and not gpus["GPU-1"].memory
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_staging_is_told_whether_the_source_holds_its_tensors(gpus, monkeypatch, held):
+    """More of those that it makes one by one would live at a time, for which no room was kept."""
+    told = []
+
+    def make(*arguments, **options):
+        told.append(options["held"])
+        return buffers.CudaStaging(*arguments, **options)
+
+    monkeypatch.setattr(routes, "CudaStaging", make)
+    tensors = gpus["GPU-0"].place(checkpoint(1))
+    send([gpu_rank()], tensors if held else OneByOne(tensors), transport="cuda_ipc")
+    assert told == [held]
+
+
 def test_a_tensor_that_moved_is_not_sent_from_its_old_place(gpus):
     tensors = gpus["GPU-0"].place(checkpoint(1))
     export = DirectExport(list(tensors.values()), "GPU-0", keep=False)
