@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.config import RLMemoryConfig
-from rl_memory_plugins.engines import post_load
+from rl_memory_plugins.engines import derived_tensors, post_load
 from rl_memory_plugins.engines.communicators import stage_captures
 from rl_memory_plugins.engines.saved_layers import SavedLayers
 from rl_memory_plugins.errors import EngineFaultError
@@ -156,6 +156,7 @@ def build_agent(
             checkpoint=files.specs,
             dummy=lambda: dummy(model()),
             unchanged=lambda: SavedLayers(dict(model().named_modules())).restoring(),
+            in_place=lambda: derived_tensors.in_place(model()),
             derive=derive,
             casts=CastRule(config.strict_dtypes, config.allow_cast, files.specs),
         )

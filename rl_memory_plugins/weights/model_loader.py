@@ -107,6 +107,7 @@ class ModelLoader:
         dummy: Whether the engine was started with dummy weights, which also lie where a load of its checkpoint leaves
             the engine's own values. A complete update must then bring every parameter.
         unchanged: The model has its layers again at the exit of this context.
+        in_place: What the loader computes anew in this context lies at its exit where it was before.
         derive: Derives again what the engine keeps of weights elsewhere, after an update with the plan has loaded all.
         casts: Which tensors may have another dtype than the engine's memory.
         complete: The plan of the latest complete update; `None` if it replayed nothing or has become invalid.
@@ -125,6 +126,7 @@ class ModelLoader:
     checkpoint: Callable[[], Mapping[str, TensorSpec]] = dict
     dummy: Callable[[], bool] = lambda: False
     unchanged: Callable[[], AbstractContextManager[None]] = nullcontext
+    in_place: Callable[[], AbstractContextManager[None]] = nullcontext
     derive: Callable[[LoadPlan], None] = lambda plan: None
     casts: CastRule = field(default_factory=CastRule)
     complete: LoadPlan | None = field(default=None, init=False)
@@ -256,7 +258,7 @@ class ModelLoader:
         if not plan.opaque and (plan.partial or not self._has_reloaded):
             return
         reload = self.reload()
-        load = self.load_opaque or self.load_weights
+        load = self._load_in_place
         if reload is not None:
             load = functools.partial(reload.load, plan=plan)
         elif not plan.opaque:
@@ -286,6 +288,10 @@ class ModelLoader:
                 reason="incomplete",
                 missing=missing,
             )
+
+    def _load_in_place(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        with self.in_place():
+            (self.load_opaque or self.load_weights)(weights)
 
     def finish(self, plan: LoadPlan) -> None:
         """End an update that has loaded all tensors: see `derive`.
