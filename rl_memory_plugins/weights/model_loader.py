@@ -258,11 +258,12 @@ class ModelLoader:
         if not plan.opaque and (plan.partial or not self._has_reloaded):
             return
         reload = self.reload()
-        load = self._load_in_place
+        own = self.load_opaque or self.load_weights
         if reload is not None:
-            load = functools.partial(reload.load, plan=plan)
+            own = functools.partial(reload.load, plan=plan)
         elif not plan.opaque:
             return
+        load = functools.partial(self._load_in_place, own)
         self._has_reloaded |= reload is not None
         if not plan.opaque:
             load(weights)
@@ -289,9 +290,9 @@ class ModelLoader:
                 missing=missing,
             )
 
-    def _load_in_place(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def _load_in_place(self, load: Loader, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         with self.in_place():
-            (self.load_opaque or self.load_weights)(weights)
+            load(weights)
 
     def finish(self, plan: LoadPlan) -> None:
         """End an update that has loaded all tensors: see `derive`.

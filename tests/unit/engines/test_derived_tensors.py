@@ -94,3 +94,14 @@ def test_a_parameter_is_not_overwritten_by_what_takes_the_place_of_its_view(mode
     with derived_tensors.in_place(model):
         model.layer.view = torch.full((3, 2), 9.0)
     assert torch.equal(model.layer.weight, weight) and torch.equal(model.layer.view, torch.full((3, 2), 9.0))
+
+
+def test_tensors_that_were_one_and_are_two_do_not_overwrite_each_other(model):
+    model.layer.other = read = model.layer.absorbed
+    with derived_tensors.in_place(model):
+        model.layer.absorbed, model.layer.other = torch.full((2, 3), 3.0), torch.full((2, 3), 4.0)
+    assert torch.equal(model.layer.absorbed, torch.full((2, 3), 3.0)) and model.layer.absorbed is read
+    assert torch.equal(model.layer.other, torch.full((2, 3), 4.0))
+    with derived_tensors.in_place(model):
+        model.layer.absorbed = model.layer.other = torch.full((2, 3), 5.0)
+    assert torch.equal(read, torch.full((2, 3), 5.0)) and torch.equal(model.layer.other, read)
