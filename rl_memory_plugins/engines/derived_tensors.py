@@ -12,11 +12,12 @@ import torch
 def in_place(model: torch.nn.Module) -> Iterator[None]:
     """The body runs the model's loader. What it has computed anew lies at its exit where the former tensors lie.
 
-    CUDA graphs read these by their addresses, and a loader assigns new ones (SGLang's Kimi-Linear: `w_kc`). What has
-    another shape, dtype or device stays where the loader has made it, and so does what would overwrite a parameter, a
-    buffer, or another such tensor. After an error the layers have their former tensors, whatever these hold.
+    CUDA graphs read these by their addresses. A loader assigns new ones (SGLang's Kimi-Linear: `w_kc`), or gives
+    parameters other memory (Kimi-K3). What has another shape, dtype or device stays where the loader has made it, and
+    so does what would overwrite a parameter, a buffer, or another such tensor. Containers of tensors are not looked
+    into. After an error the layers have their former tensors, whatever these hold.
     """
-    owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+    parameters = [(parameter, parameter.data) for parameter in model.parameters()]
     former = [
         (vars(module), name, tensor)
         for module in model.modules()
@@ -25,20 +26,34 @@ def in_place(model: torch.nn.Module) -> Iterator[None]:
     ]
     try:
         yield
+        for parameter, memory in parameters:
+            if parameter.data_ptr() != memory.data_ptr() and _alike(parameter, memory):
+                memory.copy_(parameter.data)
+                parameter.data = memory
+        changed = [one for one in former if one[0].get(one[1]) is not one[2]]
+        owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())} if changed else set()
+        written: dict[int, torch.Tensor] = {}  # by address, what has been copied there
+        for attributes, name, old in changed:
+            new = attributes.get(name)
+            if not isinstance(new, torch.Tensor) or not _alike(new, old):
+                continue
+            if _storage(old) in owned:
+                if torch.equal(old, new):  # a view of parameters, which have their new values
+                    attributes[name] = old
+            elif written.setdefault(old.data_ptr(), new) is new:
+                old.data.copy_(new.data)
+                attributes[name] = old
     except BaseException:
+        for parameter, memory in parameters:
+            parameter.data = memory
         for attributes, name, old in former:
             attributes[name] = old
         raise
-    written: dict[int, torch.Tensor] = {}  # by address, what has been copied there
-    for attributes, name, old in former:
-        new = attributes.get(name)
-        if new is old or not isinstance(new, torch.Tensor) or _storage(old) in owned:
-            continue
-        is_alike = (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
-        if is_alike and written.setdefault(old.data_ptr(), new) is new:
-            old.data.copy_(new.data)
-            attributes[name] = old
+
+
+def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
+    return (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage().data_ptr())
+    return 0 if tensor.is_meta else int(tensor.untyped_storage().data_ptr())

@@ -29,10 +29,6 @@ from rl_memory_plugins.weights.write_recorder import tensors_in, written_by
 NEW_LAYOUT = "other parameters"
 """Recorded among the operators if the step has replaced parameters of the layer."""
 
-MOVED = "a copy on another device"
-"""Recorded in place of the operator if the step has copied weights to another device. At a reload they may be there
-already: vLLM makes the scales of an FP8 KV cache on the CPU then."""
-
 TRUSTED_AFTER = 2
 """Loads in which a step has repeated its operators, before it is believed to. A step that the engine skips once it has
 run leaves other operators in the second load, if not in the first; later loads find the layer as the second did.
@@ -153,8 +149,8 @@ class PostLoad:
             yield
             for (layer, own), first in self._first_load.items():
                 now = self._this_load.get((layer, own))
-                # A layer's own step finds the layout of its last run, and may write in place.
-                first = first - ({MOVED, NEW_LAYOUT} if own else {MOVED})
+                if own:  # a layer's own step finds the layout of its last run, and may write in place
+                    first = first - {NEW_LAYOUT}
                 optional = partial or (hasattr(type(layer), STEP) and not own)
                 if (now is None and optional) or (now is not None and first <= now):
                     continue
@@ -195,13 +191,15 @@ class PostLoad:
                 return step(*args, **kwargs)
             template = self.templates.get(layer) if self._this_load is self._first_load else None
             with template.first_step() if template is not None else nullcontext():
-                before = _layout(layer)
+                before, here = _layout(layer), {_moved_to(one.device) for one in layer.parameters()}
                 reads = _Derivations(layer.parameters())
                 with reads, _Calls(reads):
                     result = step(*args, **kwargs)
             found = reads.operators | ({NEW_LAYOUT} if _layout(layer) != before else set())
             if reads.keeping:
                 self._keeping.add(layer)
+            if self._this_load is not self._first_load:
+                found |= here
             if found or self._this_load is not self._first_load:  # at a later load, also record that the step ran
                 self._this_load.setdefault(step_of, set()).update(found)
             if found and self._this_load is self._first_load:  # graphs are captured after the first load
@@ -299,7 +297,7 @@ class _Derivations(TorchDispatchMode):  # type: ignore[misc]
         written = {StorageWeakRef(tensor.untyped_storage()) for tensor in written_by(func, args, kwargs)}
         gave_nothing = not tensors_in(out) and not written
         if made or written or gave_nothing:
-            self.operators.add(MOVED if _only_moves(func, args, out) else str(func))
+            self.operators.add(_moved_to(out.device) if _only_moves(func, args, out) else str(func))
             self.storages += (made | written) - self._of_weights
             self._of_weights |= made | written
         if gave_nothing and func.namespace != "aten":
@@ -329,6 +327,12 @@ def _is_copy_of_itself(func: Any, args: Any) -> bool:
         and args[0].data_ptr() == args[1].data_ptr()
         and args[0].stride() == args[1].stride()
     )
+
+
+def _moved_to(device: torch.device) -> str:
+    """Recorded in place of the operator if a step has copied weights to another device, and for weights that a reload
+    has made there: vLLM makes the scales of an FP8 KV cache on the CPU then."""
+    return f"a copy on {device}"
 
 
 def _only_moves(func: Any, args: Any, out: Any) -> bool:

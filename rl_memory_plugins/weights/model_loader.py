@@ -263,7 +263,7 @@ class ModelLoader:
             own = functools.partial(reload.load, plan=plan)
         elif not plan.opaque:
             return
-        load = functools.partial(self._load_in_place, own)
+        load = functools.partial(self._load_in_place, own) if plan.derived_from else own
         self._has_reloaded |= reload is not None
         if not plan.opaque:
             load(weights)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+import ranks
 import torch
 
 from rl_memory_plugins.engines import derived_tensors
@@ -105,3 +108,71 @@ def test_tensors_that_were_one_and_are_two_do_not_overwrite_each_other(model):
     with derived_tensors.in_place(model):
         model.layer.absorbed = model.layer.other = torch.full((2, 3), 5.0)
     assert torch.equal(read, torch.full((2, 3), 5.0)) and torch.equal(model.layer.other, read)
+
+
+class Merges(torch.nn.Module):
+    """Like Kimi-K3: each load puts the parameters of a layer together in new memory, and keeps that too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Parameter(torch.zeros(2), requires_grad=False) for _ in range(2))
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+        self.merged = torch.cat([self.a.data, self.b.data])
+        self.a.data, self.b.data = self.merged[:2], self.merged[2:]
+
+
+def test_parameters_that_a_loader_puts_elsewhere_are_where_graphs_read_them():
+    model = Merges()
+    model.load_weights({"a": torch.ones(2), "b": torch.ones(2)}.items())
+    read, address = model.merged, model.a.data_ptr()
+    for value in (2.0, 3.0):
+        with derived_tensors.in_place(model):
+            model.load_weights({"a": torch.full((2,), value), "b": torch.full((2,), value + 1)}.items())
+        assert read.tolist() == [value, value, value + 1, value + 1]
+        assert model.merged is read and model.a.data_ptr() == address
+        assert model.a.tolist() == [value] * 2 and model.b.tolist() == [value + 1] * 2
+
+
+def test_views_of_one_memory_are_each_written(model):
+    model.layer.absorbed, model.layer.other = whole = torch.zeros(2, 2, 3).unbind()
+    with derived_tensors.in_place(model):
+        model.layer.absorbed, model.layer.other = torch.full((2, 3), 3.0), torch.full((2, 3), 4.0)
+    assert (model.layer.absorbed, model.layer.other) == whole
+    assert float(whole[0].sum()) == 18 and float(whole[1].sum()) == 24
+
+
+def test_a_copy_that_fails_leaves_the_former_tensors(model):
+    expanded = model.layer.other = torch.zeros(1, 3).expand(2, 3)  # no copy can write it
+    read = model.layer.absorbed
+    with pytest.raises(RuntimeError), derived_tensors.in_place(model):
+        model.layer.other, model.layer.absorbed = torch.ones(2, 3), torch.ones(2, 3)
+    assert model.layer.other is expanded and model.layer.absorbed is read
+
+
+def test_a_reload_runs_in_place_too_where_the_loader_computes(model):
+    class Reloads:
+        why, is_temporary, optional = "", None, {}
+
+        def checkpoint_layout(self):
+            return contextlib.nullcontext(dict(model.named_parameters()))
+
+        def load(self, weights, plan):
+            model.load_weights(weights)
+
+    read, loader = model.layer.absorbed, loader_of(model)
+    loader.reload = Reloads
+    tensors = tensors_of(4)
+    plan = loader.plan(Manifest([spec_of(*one) for one in tensors.items()]), loader.drop_outdated())
+    loader.load_with_engine(plan, iter(tensors.items()))
+    assert model.layer.absorbed is read and torch.equal(read, torch.full((2, 3), 8.0))
+
+
+def test_updates_of_a_rank_run_in_place(tmp_path):
+    rank = ranks.Rank(Derives, lambda model: model.load_weights(tensors_of(1).items()), tmp_path)
+    read = rank.model.layer.absorbed
+    with rank.agent.receiver._model.in_place():
+        rank.model.layer.absorbed = torch.full((2, 3), 4.0)
+    assert rank.model.layer.absorbed is read and torch.equal(read, torch.full((2, 3), 4.0))

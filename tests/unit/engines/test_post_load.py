@@ -192,30 +192,39 @@ def test_a_step_that_does_less_the_second_time_is_an_error(partial):
 
 
 class Moving:
-    """A step that takes its layer's weights to another device, once also as another dtype."""
+    """A step that takes its layer's weights to another device, perhaps as another dtype."""
 
-    def __init__(self, dtype):
+    def __init__(self, dtype=torch.float32, *, times=9):
         self.dtype = dtype
-        self.runs = 0
+        self.times = times
 
     def __call__(self, layer):
         layer.weight.mul_(2)
-        self.runs += 1
-        if self.runs == 1:  # later the weights are there
+        if self.times:
             layer.elsewhere = layer.weight.to("meta", self.dtype)
+            self.times -= 1
 
 
 def test_weights_that_a_reload_makes_where_the_step_wants_them_need_not_be_moved():
-    model = loaded(Moving(torch.float32))
+    model = loaded(Moving())
+    set_weight(model[0], torch.zeros(2, 3, device="meta"))
     for partial in (False, True):
         reload(model, partial=partial)
     with pytest.raises(WeightUpdateError), post_load.of(model).repeating(partial=False):
         pass
 
 
-def test_weights_that_a_step_takes_to_another_device_as_another_dtype_are_transformed():
+def test_a_step_that_moves_weights_once_leaves_old_ones_there():
     with pytest.raises(WeightUpdateError) as error:
-        reload(loaded(Moving(torch.float16)))
+        reload(loaded(Moving(times=1)))
+    assert error.value.details["skipped"] == ["a copy on meta"]
+
+
+def test_weights_that_a_step_takes_to_another_device_as_another_dtype_are_transformed():
+    model = loaded(Moving(torch.float16))
+    set_weight(model[0], torch.zeros(2, 3, dtype=torch.float16, device="meta"))
+    with pytest.raises(WeightUpdateError) as error:
+        reload(model)
     assert error.value.details["skipped"] == ["aten._to_copy.default"]
 
 
