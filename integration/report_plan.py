@@ -130,8 +130,7 @@ def _steps(results: Path, planned: Planned) -> Iterator[Compared]:
             yield Compared(path.stem, subject, "GPU, peak", record["median"], peak / MIB)
             # The engine runs before the measurement begins.
             host = sum(made.host[part] for part in ("trainer processes", "parameters", "optimizer")) / MIB
-            fitted = subject == "pausable_overlap"
-            yield Compared(path.stem, subject, "host, trainer", metrics["host_mib"]["median"], host, fitted)
+            yield Compared(path.stem, subject, "host, trainer", metrics["host_mib"]["median"], host)
 
 
 def _grpo(results: Path, planned: Planned) -> Iterator[Compared]:

@@ -61,5 +61,6 @@ ENGINES = {
 TRAINER_CONTEXT = 610 * MIB
 #: NCCL's memory in a trainer with several processes: that of vLLM's ranks
 TRAINER_COMMUNICATORS = ENGINES["vllm"].communicators
-#: step-vllm-0.33.0-3b.json, host_mib 37372 of `pausable_overlap`, less the copies of parameters and states
+#: step-vllm-0.33.0-3b.json at commit 09ac3b7, host_mib 37372 of `pausable_overlap`, less the copies of parameters and
+#: states. Other processes ended during the run of the present record, and took 2 GiB from its count.
 TRAINER_HOST = 2057 * MIB

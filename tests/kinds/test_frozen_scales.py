@@ -55,9 +55,10 @@ def test_frozen_requests_keep_no_blocks_of_former_scales(engine: str, tmp_path: 
     starter.write()
     try:
         child = starter.start(tmp_path / "first")
-    except EOFError as error:
+    except (EOFError, AssertionError) as error:  # the engine has ended, or says why it cannot start
         why = starter.reason(error)
-        if "CPU FP8 KV cache requires Intel AMX support" not in why:  # as SGLang says
+        needs = ("CPU FP8 KV cache requires Intel AMX support", "FP8 KV cache on CPU requires x86 with AVX-512")
+        if not any(words in why for words in needs):  # as SGLang and vLLM say
             starter.show_log()
             raise
         pytest.skip(why)
