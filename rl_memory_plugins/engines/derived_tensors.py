@@ -7,6 +7,8 @@ from contextlib import contextmanager
 
 import torch
 
+from rl_memory_plugins.engines.saved_layers import alike
+
 
 @contextmanager
 def in_place(model: torch.nn.Module) -> Iterator[None]:
@@ -27,7 +29,7 @@ def in_place(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
         for parameter, memory in parameters:
-            if parameter.data_ptr() != memory.data_ptr() and _alike(parameter, memory):
+            if parameter.data_ptr() != memory.data_ptr() and alike(parameter, memory):
                 memory.copy_(parameter.data)
                 parameter.data = memory
         changed = [one for one in former if one[0].get(one[1]) is not one[2]]
@@ -35,7 +37,7 @@ def in_place(model: torch.nn.Module) -> Iterator[None]:
         written: dict[int, torch.Tensor] = {}  # by address, what has been copied there
         for attributes, name, old in changed:
             new = attributes.get(name)
-            if not isinstance(new, torch.Tensor) or not _alike(new, old):
+            if not isinstance(new, torch.Tensor) or not alike(new, old):
                 continue
             if _storage(old) in owned:
                 if torch.equal(old, new):  # a view of parameters, which have their new values
@@ -49,10 +51,6 @@ def in_place(model: torch.nn.Module) -> Iterator[None]:
         for attributes, name, old in former:
             attributes[name] = old
         raise
-
-
-def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
-    return (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
 
 
 def _storage(tensor: torch.Tensor) -> int:

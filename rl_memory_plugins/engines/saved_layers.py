@@ -118,7 +118,7 @@ class SavedLayers:
                 if new is None or new is old:
                     self._require(new is old or name not in layer._parameters, layer, name)
                     continue
-                self._require(_alike(new, old), layer, name)
+                self._require(alike(new, old), layer, name)
                 if new.data_ptr() != old.data_ptr():
                     old.data.copy_(new.data)
                     vars(old).update({key: value for key, value in vars(new).items() if isinstance(value, (int, str))})
@@ -147,7 +147,7 @@ class SavedLayers:
         for path, (_, _, old) in self._held[layer].items():
             new = now.get(path)
             first = old if graphs is None else graphs.tensors.get((layer, path), old)
-            fits = new is not None and _alike(new.tensor, first)
+            fits = new is not None and alike(new.tensor, first)
             if new is not None and fits:
                 if first.data_ptr() not in {new.tensor.data_ptr(), *done}:
                     first.data.copy_(new.tensor.data)
@@ -163,7 +163,7 @@ class SavedLayers:
             raise WeightUpdateError(f"the engine's reload changed {where}, which must not change", name=where)
 
 
-def _alike(new: torch.Tensor, old: torch.Tensor) -> bool:
+def alike(new: torch.Tensor, old: torch.Tensor) -> bool:
     return (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device)
 
 
