@@ -49,7 +49,9 @@ VERL_SGLANG_ENV := .venv-verl-sglang
 DOCS_ENV := .venv-docs
 ENV_vllm := $(VLLM_ENV)
 ENV_sglang := $(SGLANG_ENV)
-PYTEST_FLAGS = -q --timeout 900 --durations=25 -m "not gpu" -o cache_dir=.pytest_cache/$@
+PYTEST_FLAGS = -q --timeout 900 --durations=25 -m "$(MARKED)" -o cache_dir=.pytest_cache/$@
+# What is marked `long` is for test-long. That runs all, or only what is marked where `make test` runs the rest.
+MARKED := not gpu and not long
 # What only test-long runs of the common suite, but for the long tests, which are shorter on vLLM.
 PROPERTIES := tests/conformance/test_schema_properties.py
 LONG_TESTS := $(patsubst %,tests/conformance/test_%.py,long_run serve turns)
@@ -80,13 +82,13 @@ WITHOUT_ADAPTERS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),,--ignore $(ADAPTERS)
 WITHOUT_ADAPTERS_sglang := $(if $(filter $(SGLANG),$(SGLANG_CI)),,--ignore $(ADAPTERS))
 # The first of the arguments: their server has stopped when that of the other rules starts.
 ADAPTERS_OF_RANKS := $(ADAPTERS)::test_all_ranks_of_all_engines_have_an_adapter
-# vLLM has one scheduler for all tensor-parallel ranks: what it caches and has computed again does not depend on them.
+# vLLM has one scheduler for all tensor-parallel ranks, and those of SGLang do the same in step: what they cache and have
+# computed again does not depend on the ranks. test-long runs these on SGLang.
 SCHEDULED := keep_computes_the_request_again a_second_keep_computes_the_request_again_too \
 	new_requests_find_no_prefix_of_former_weights a_frozen_request_leaves_no_prefix_behind \
 	a_request_that_waits_begins_under_the_new_weights
-RANKS_SUITE_vllm = $(if $(WITHOUT_ADAPTERS_vllm),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE) \
+RANKS_SUITE_OF = $(if $(WITHOUT_ADAPTERS_$1),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE) \
 	$(SCHEDULED:%=--deselect tests/conformance/test_freeze.py::test_%)
-RANKS_SUITE_sglang = $(if $(WITHOUT_ADAPTERS_sglang),,$(ADAPTERS_OF_RANKS)) $(RANKS_SUITE)
 
 # Engines start many processes, each of which would compile thousands of modules anew where byte code is not kept.
 export PYTHONDONTWRITEBYTECODE :=
@@ -114,6 +116,9 @@ test-unit: env-vllm
 $(UNIT_PARTS:%=test-unit-%): test-unit-%: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(UNIT_$*)
 
+OWN_vllm := tests/vllm
+OWN_sglang := tests/sglang tests/trainers/test_slime_engine.py --ignore tests/sglang/test_weight_kinds.py
+
 # What only one version has is tested with that one.
 PARTS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-own test-vllm-kinds) test-vllm-suite test-vllm-tp test-vllm-dp \
 	$(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-demo)
@@ -121,14 +126,14 @@ PARTS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-own test-vllm-kinds) t
 test-vllm: $(PARTS_vllm)
 
 test-vllm-own: env-vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm --rounds 15
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(OWN_vllm) --rounds 15
 
 test-vllm-suite: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance --ignore $(PROPERTIES) $(WITHOUT_ADAPTERS_vllm) \
 		--engine vllm --fork --updates 100 --traffic-s 15
 
 test-vllm-tp test-vllm-dp: test-vllm-%: env-vllm
-	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE_vllm) --engine vllm --fork --$* 2
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(call RANKS_SUITE_OF,vllm) --engine vllm --fork --$* 2
 
 test-vllm-kinds: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine vllm
@@ -142,8 +147,7 @@ PARTS_sglang := $(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-own test-sglan
 test-sglang: $(PARTS_sglang)
 
 test-sglang-own: env-sglang
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/sglang tests/trainers/test_slime_engine.py \
-		--ignore tests/sglang/test_weight_kinds.py
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(OWN_sglang)
 
 test-sglang-kinds: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine sglang
@@ -152,7 +156,7 @@ test-sglang-suite: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) $(WITHOUT_ADAPTERS_sglang) --engine sglang --fork
 
 test-sglang-tp test-sglang-dp: test-sglang-%: env-sglang
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE_sglang) --engine sglang --fork --$* 2
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(call RANKS_SUITE_OF,sglang) --engine sglang --fork --$* 2
 
 # The tests in a browser. The other targets leave them out where there is none, and say so; this one fails.
 .PHONY: test-browser
@@ -164,13 +168,19 @@ test-browser: env-$(ENGINE)
 test-long:
 	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),test-ray trainers)
 
-LONG_vllm := test-long-vllm-kinds test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-pp \
+LONG_vllm := test-long-vllm-own test-long-vllm-kinds test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-pp \
 	test-long-vllm-dp test-long-vllm-experts
-LONG_sglang := test-long-sglang-updates test-long-sglang-properties test-long-sglang-kinds test-long-sglang-tp test-long-sglang-pp \
+LONG_sglang := test-long-sglang-own test-long-sglang-updates test-long-sglang-properties test-long-sglang-kinds test-long-sglang-tp test-long-sglang-pp \
 	test-long-sglang-dp
+
+$(LONG_vllm) $(LONG_sglang): MARKED := not gpu
+test-long-vllm-own test-long-sglang-own: MARKED := not gpu and long
 
 test-long-vllm: $(LONG_vllm)
 test-long-sglang: $(LONG_sglang)
+
+test-long-vllm-own test-long-sglang-own: test-long-%-own: env-%
+	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(OWN_$*)
 
 test-long-vllm-updates test-long-sglang-updates: test-long-%-updates: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(LONG_TESTS) --engine $*
@@ -190,7 +200,7 @@ test-long-vllm-pp: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(TP_BY_PP) --engine vllm --fork --tp 2 --pp 2
 
 test-long-sglang-pp: test-long-sglang-%: env-sglang
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RANKS_SUITE_sglang) --engine sglang --fork --$* 2
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(call RANKS_SUITE_OF,sglang) --engine sglang --fork --$* 2
 
 test-long-vllm-kinds: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/vllm/test_weight_kinds.py --kinds all

@@ -258,7 +258,7 @@ class Controller:
             operation.seconds.add("finish", start)
             return operation.report(received, weight_version=version, ranks=[reply.result for reply in received])
 
-        return self._drain_then(operation, command.mode, act)
+        return self._drain_then(operation, command.mode, act, for_update=True)
 
     def _change_adapter(self, command: commands.UpdateAdapter | commands.RemoveAdapter) -> Future[bytes]:
         self.capabilities.require_adapters()
@@ -320,10 +320,12 @@ class Controller:
 
     # -- transitions --------------------------------------------------------------------------------
 
-    def _drain_then(self, operation: PendingTransition, mode: PauseMode, act: Callable[[], Any]) -> Future[bytes]:
+    def _drain_then(
+        self, operation: PendingTransition, mode: PauseMode, act: Callable[[], Any], *, for_update: bool = False
+    ) -> Future[bytes]:
         self._state.publish(busy=operation.name)  # first: the server looks up why the drain has ended a request
         try:
-            drained = self._engine.drain(mode)
+            drained = self._engine.drain(mode, for_update=for_update)
         except BaseException:
             self._state.publish(busy=self._under_way())
             raise

@@ -12,8 +12,13 @@ from rl_memory_plugins.tags import PauseMode
 class EngineHooks(Protocol):
     """The controller's calls to an engine. An adapter implements them and decides no rule of the contract."""
 
-    def drain(self, mode: PauseMode) -> Future[None]:
+    def drain(self, mode: PauseMode, *, for_update: bool = False) -> Future[None]:
         """Stop scheduling, and treat running requests by `mode`. The future is done once no work touches the device.
+
+        Args:
+            mode: The treatment of running requests.
+            for_update: For an update of weights. The last step of frozen requests may then run on while the ranks
+                connect to the trainer, if the adapter awaits the step before the first write.
 
         Raises:
             UnsupportedError: this engine cannot do this mode; nothing was changed.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -36,6 +36,10 @@ class WeightReceiver:
         model: How the model loads tensors.
         check_finite: Refuse tensors that contain a NaN or an infinity.
         hosts: Where the receiver may connect to over TCP; this host alone by default.
+
+    Attributes:
+        before_writing: Called in an update of weights once the offer has been accepted, before anything is received
+            or written: an engine may have left its last step running until then.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class WeightReceiver:
         self._model = model
         self._check_finite = check_finite
         self._hosts = hosts or UpdateHosts()
+        self.before_writing: Callable[[], None] | None = None
         self._mappings = Mappings()
         self._communicators = KeptCommunicators(MAX_NAMES)
 
@@ -85,6 +90,7 @@ class WeightReceiver:
             timeout_s,
             self._check_finite,
             lambda places, local: self._dial(places, timeout_s, local=local),
+            self.before_writing,
         )
         with timed(session.seconds, "connect"):
             connection = self._connect(endpoints, timeout_s)

@@ -41,6 +41,7 @@ class Session:
         communicators: Those that may outlive the update.
         timeout_s: The longest wait for the trainer at any point, in seconds.
         dial: Connects to the first of a trainer's places that answers; see `dial.dial` for `local`.
+        before_writing: See `WeightReceiver`.
         is_held: Whether something that outlives the update owns the connection.
         seconds: The duration of each step.
     """
@@ -52,6 +53,7 @@ class Session:
     timeout_s: float
     check_finite: bool
     dial: Callable[[Sequence[str], bool], wire.Connection]
+    before_writing: Callable[[], None] | None
     is_held: bool = field(default=False, init=False)
     seconds: Steps = field(default_factory=Steps, init=False)
 
@@ -79,6 +81,9 @@ class Session:
         try:
             cuts = bool(offer.buffer.get("slices"))
             plan = self._validate(connection, offer.manifest, expected, cuts=cuts)
+            if self.before_writing is not None and self.model.writes_weights:
+                with timed(self.seconds, "drain"):
+                    self.before_writing()
             if isinstance(self._buffer, CommunicatedAttached):
                 with timed(self.seconds, "connect"):
                     self._buffer.look_ahead()

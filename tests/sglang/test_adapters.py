@@ -288,6 +288,7 @@ print("done")
 """
 
 
+@pytest.mark.long
 def test_adapters_of_an_engine_in_python(forked_python: Callable[..., str]) -> None:
     path = Sglang().environment(Launch(Path(), adapter_rank=8, forked=True))["PYTHONPATH"]
     *_, twice, rslora, layer, done = forked_python(PYTHON, PYTHONPATH=path).splitlines()

@@ -89,7 +89,9 @@ def test_all_ranks_are_one_engine_that_sleeps_and_wakes(server: Server, first: l
         assert answers(server) == first
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep", "freeze"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("abort", marks=pytest.mark.long), pytest.param("wait", marks=pytest.mark.long), "keep", "freeze"]
+)
 def test_sleeping_while_both_ranks_have_requests(server: Server, first: list[list[int]], mode: str) -> None:
     with asked(server, LONG) as asking:
         server.control.sleep(1, ["weights"] if mode == "freeze" else None, mode=mode)
@@ -102,6 +104,7 @@ def test_sleeping_while_both_ranks_have_requests(server: Server, first: list[lis
     assert answers(server) == first
 
 
+@pytest.mark.long
 def test_frozen_requests_of_both_ranks_go_on_under_new_weights(
     server: Server, folders: list[Path], first: list[list[int]]
 ) -> None:

@@ -99,6 +99,35 @@ def test_the_tokens_of_a_step_in_flight_are_handed_out_once(scheduler: Scheduler
     assert scheduler.retracted == 0
 
 
+def test_the_step_in_flight_may_run_on_while_the_ranks_connect_to_a_trainer(scheduler: Scheduler) -> None:
+    engine = SglangEngine(scheduler, Ranks(True))  # type: ignore[arg-type]
+    drained = engine.drain(PauseMode.FREEZE, for_update=True)
+    engine.poll()
+    assert drained.done() and scheduler._engine_paused and scheduler.processed == []
+    for _ in range(2):
+        engine.end_frozen_step()
+        assert scheduler.processed == [("batch", "result")]
+    engine.resume(lift_pause=False)
+    assert len(scheduler.result_queue) == 1
+
+    # an update that never came so far: the loop goes on as if nobody had paused it
+    scheduler.result_queue = deque([("batch", "next")])
+    engine.drain(PauseMode.FREEZE, for_update=True)
+    engine.poll()
+    engine.resume(lift_pause=False)
+    engine.end_frozen_step()
+    scheduler.process_batch_result(*scheduler.result_queue.popleft())
+    assert scheduler.processed == [("batch", "result"), ("batch", "next")]
+
+
+def test_a_sleep_waits_for_the_step_in_flight_also_after_an_update_that_did_not(scheduler: Scheduler) -> None:
+    engine = SglangEngine(scheduler, Ranks(True))  # type: ignore[arg-type]
+    engine.drain(PauseMode.FREEZE, for_update=True)
+    engine.drain(PauseMode.FREEZE)
+    engine.poll()
+    assert scheduler.processed == [("batch", "result")]
+
+
 def test_frozen_requests_give_up_their_kv_cache_for_a_call_that_recomputes_them(scheduler: Scheduler) -> None:
     engine = SglangEngine(scheduler, Ranks(True))  # type: ignore[arg-type]
     engine.drain(PauseMode.FREEZE)

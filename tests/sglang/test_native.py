@@ -246,7 +246,7 @@ def test_an_update_while_requests_are_paused_in_place(server: Server, first_weig
     assert len(server.kind.tokens(request.answer())) == LONG
 
 
-@pytest.mark.parametrize("mode", ["keep", "in_place"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("in_place", marks=pytest.mark.long)])
 def test_an_update_while_requests_are_kept_over_a_sleep(
     server: Server, mode: str, first_weights: Any, model_folder: Path
 ) -> None:
@@ -513,6 +513,7 @@ def test_health_while_paused(server: Server, mode: str) -> None:
     assert post(server, "/continue_generation").status_code == 200
 
 
+@pytest.mark.long
 def test_kept_requests_outlast_the_watchdog(server: Server) -> None:
     """Stock: a batch that is paused in place for longer than the watchdog waits is taken for a hang, killed."""
     with server.generating(PROMPT, LONG) as request:

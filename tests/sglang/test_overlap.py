@@ -46,6 +46,7 @@ def test_each_token_counts_for_the_weights_that_computed_it(
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["keep", "abort"])
 def test_a_call_after_the_freeze_takes_its_requests(server: Server, mode: str) -> None:
     with server.generating(LONG_PROMPT, TOKENS) as request:

@@ -228,6 +228,7 @@ def test_a_loader_of_the_user_whose_writes_nobody_sees(seed: Server, others: Any
     assert seed.generate(PROMPT) == other_tokens
 
 
+@pytest.mark.long
 def test_a_new_instance_gets_the_weights_of_the_seed(
     seed: Server, others: Any, tmp_path: Path, tokens: list[int]
 ) -> None:

@@ -73,7 +73,7 @@ def hosts() -> Iterator[TwoHosts | None]:
         yield stack.enter_context(TwoHosts()) if namespaces_work() else None
 
 
-@pytest.fixture(scope="module", params=["pp", "tp"])
+@pytest.fixture(scope="module", params=["pp", pytest.param("tp", marks=pytest.mark.long)])
 def server(
     request: pytest.FixtureRequest,
     hosts: TwoHosts | None,

@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "trainer"))
 
 from process_pair import ProcessPair
 
+pytestmark = pytest.mark.long  # the server and its spawned processes are new interpreters
+
 SERVER = """
 import multiprocessing, sys
 

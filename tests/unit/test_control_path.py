@@ -32,7 +32,7 @@ ARCHITECTURE = PACKAGE.parent / "docs" / "architecture.md"
 
 
 class IdleEngine:
-    def drain(self, mode: PauseMode) -> Future[None]:
+    def drain(self, mode: PauseMode, *, for_update: bool = False) -> Future[None]:
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -42,7 +42,7 @@ class Engine:
         self.used_adapters: set[int] = set()
         self.idle_for = 60.0
 
-    def drain(self, mode: PauseMode) -> Future[None]:
+    def drain(self, mode: PauseMode, *, for_update: bool = False) -> Future[None]:
         self.calls.append(f"drain:{mode}")
         done: Future[None] = Future()
         if not self.hold_drain:

@@ -29,6 +29,7 @@ def two_engines(hosts: TwoHosts, hidden: Path, tmp_path_factory: pytest.TempPath
         yield server
 
 
+@pytest.mark.long
 def test_no_caller_waits_for_the_board_of_another_host(two_engines: Server, hosts: TwoHosts, hidden: Path) -> None:
     """While an update hangs no engine answers. The second one has no board here."""
     server, model = two_engines, new_model(two_engines.launch.model, OTHER_SEED, "float32")

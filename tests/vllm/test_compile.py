@@ -55,6 +55,7 @@ def compiled_graphs(_: Any) -> int:
     return int(counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.long
 def test_compiled_code_sees_an_update(llm: Child, one_layer: Path) -> None:
     first, other = (greedy(new_model(one_layer, seed)) for seed in (SEED, OTHER_SEED))
     assert first != other

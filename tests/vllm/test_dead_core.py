@@ -64,6 +64,7 @@ async def async_update(engine: Any) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("make", "update"), [(make_sync, sync_update), (make_async, async_update)])
 def test_an_update_ends_with_the_core(make: Callable[..., Any], update: Callable[..., Any], model_folder: Path) -> None:
     with Child(make, model_folder, environment=environment(model_folder), forked=False) as child:

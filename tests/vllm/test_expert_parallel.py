@@ -144,7 +144,7 @@ def serves_as_before(experts: Experts) -> Iterator[None]:
     assert experts.generate() == experts.tokens
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("mode", ["abort", pytest.param("wait", marks=pytest.mark.long), "keep"])
 def test_a_sleep_while_one_of_them_runs_a_request(experts: Experts, mode: str) -> None:
     tokens = LONG // 6 if mode == "wait" else LONG  # which must end before the drain's timeout
     with experts.server.generating(PROMPT, tokens) as request:
@@ -154,6 +154,7 @@ def test_a_sleep_while_one_of_them_runs_a_request(experts: Experts, mode: str) -
         experts.assert_answered(request, tokens, aborted=mode == "abort")
 
 
+@pytest.mark.long
 def test_a_request_that_is_frozen_over_an_update(experts: Experts) -> None:
     preemptions = experts.server.kind.recomputations(experts.server.http, {})
     with experts.server.generating(PROMPT, LONG) as request:
@@ -182,8 +183,8 @@ def test_a_wake_without_memory_on_one_of_them(experts: Experts, engine: int) -> 
     assert experts.asleep() == [True, True]
 
 
-@pytest.mark.parametrize("engine", [0, 1])
-@pytest.mark.parametrize("then", ["wake_up", "abort", "keep"])
+@pytest.mark.parametrize("engine", [0, pytest.param(1, marks=pytest.mark.long)])
+@pytest.mark.parametrize("then", ["wake_up", *(pytest.param(one, marks=pytest.mark.long) for one in ("abort", "keep"))])
 def test_a_release_that_fails_on_one_of_them(experts: Experts, engine: int, then: str) -> None:
     """The other one sleeps now, so neither may step: not to go on, and not to stop once more."""
     with experts.server.generating(PROMPT, LONG) as request:
@@ -230,7 +231,7 @@ def resume(experts: Experts) -> Response:
     return experts.server.http.post("/resume", timeout=ANSWER_S)
 
 
-@pytest.fixture(params=[False, True], ids=["in time", "one engine late"])
+@pytest.fixture(params=[pytest.param(False, marks=pytest.mark.long), True], ids=["in time", "one engine late"])
 def maybe_late(request: pytest.FixtureRequest, experts: Experts) -> Iterator[None]:
     if request.param:
         experts.delay.touch()
@@ -298,7 +299,9 @@ def test_without_a_request_the_engines_come_to_rest(experts: Experts, close: Cal
     assert experts.steps() == rested
 
 
-@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+@pytest.mark.parametrize(
+    "mode", ["keep", *(pytest.param(one, marks=pytest.mark.long) for one in ("wait", "abort"))]
+)
 def test_a_resume_beside_a_pause(experts: Experts, mode: str) -> None:
     """Stock: 500 while the engines agree on the pause, or one of them resumes alone and waits for the other."""
 
@@ -319,6 +322,7 @@ def test_a_resume_beside_a_pause(experts: Experts, mode: str) -> None:
         experts.delay.unlink()
 
 
+@pytest.mark.long
 def test_a_wait_that_takes_too_long_gives_up_and_reopens(experts: Experts) -> None:
     with experts.server.generating(PROMPT, 6 * LONG) as request:
         with pytest.raises(DrainTimeoutError):

@@ -100,6 +100,7 @@ def scraped_everywhere(server: Server, name: str, **labels: str) -> set[float]:
     return found
 
 
+@pytest.mark.long
 def test_all_api_servers_show_one_state_and_one_count(server: Server) -> None:
     sleeps = {"operation": "sleep", "level": "1", "step": "total"}
     [before] = scraped_everywhere(server, "transition_seconds_count", **sleeps)

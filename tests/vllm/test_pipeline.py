@@ -174,7 +174,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
+@pytest.mark.parametrize("mode", [pytest.param("wait", marks=pytest.mark.long), "keep", "abort"])
 def test_all_batches_on_their_way_end_before_a_stage_sleeps(
     server: Server, models: list[torch.nn.Module], pool: ThreadPoolExecutor, mode: str
 ) -> None:
@@ -241,7 +241,7 @@ def interrupted(llm: Any, prompts: list[list[int]], steps: int, level: int, mode
     return [ended[name] for name in ended]
 
 
-@pytest.mark.parametrize(("level", "mode"), [(1, "keep"), (0, "freeze"), (1, "abort")])
+@pytest.mark.parametrize(("level", "mode"), [pytest.param(1, "keep", marks=pytest.mark.long), (0, "freeze"), (1, "abort")])
 def test_a_core_in_the_caller_s_process_has_batches_on_their_way_too(
     llm: Child, model_folder: Path, level: int, mode: str
 ) -> None:

@@ -105,6 +105,7 @@ def test_hosts_that_the_option_does_not_name_stay_refused(server: Server) -> Non
         server.control.post_update({"endpoints": {"*": "tcp://198.51.100.1:5000"}, "token": "any"})
 
 
+@pytest.mark.long
 def test_a_cable_that_is_pulled_closes_the_engine(
     server: Server, hosts: TwoHosts, models: list[torch.nn.Module]
 ) -> None:

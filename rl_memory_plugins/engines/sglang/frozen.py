@@ -57,22 +57,26 @@ class Namespace:
 
 
 def pause_in_place(scheduler: Any) -> None:
-    """Stop running requests where they are, and hand out the tokens of the step in flight.
-
-    SGLang records the version of each token by the number of tokens that it has handed out when the version changes.
-    """
+    """Stop running requests where they are. The step in flight runs on; see `end_step`."""
     from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
     if not scheduler._engine_paused:
         hooks.table[f"{SCHEDULER}.pause_generation"](scheduler, PauseGenerationReqInput(mode="in_place"))
+    # SGLang's watchdog would take the stopped batch for a hang.
+    watched = "cur_batch_for_debug" if hasattr(scheduler, "cur_batch_for_debug") else "cur_batch"
+    setattr(scheduler, watched, None)
+
+
+def end_step(scheduler: Any) -> None:
+    """Wait for the step in flight, and hand out its tokens.
+
+    SGLang records the version of each token by the number of tokens that it has handed out when the version changes.
+    """
     results: Any = getattr(scheduler, "result_queue", ())
     for number, (batch, result) in enumerate(results):
         if result is not _DONE:
             scheduler.process_batch_result(batch, result)
             results[number] = (batch, _DONE)
-    # SGLang's watchdog would take the stopped batch for a hang.
-    watched = "cur_batch_for_debug" if hasattr(scheduler, "cur_batch_for_debug") else "cur_batch"
-    setattr(scheduler, watched, None)
 
 
 def is_done(result: Any) -> bool:

@@ -76,6 +76,7 @@ class SglangScheduler:
         )
         self.ranks = RankedGroup(self.worker.agent, group, stage)
         self.engine = SglangEngine(scheduler, self.ranks, self.all_batches)
+        self.worker.agent.receiver.before_writing = self.engine.end_frozen_step
         self.updates = EngineUpdates(
             self.worker.manager,
             model.named_parameters,

@@ -95,7 +95,7 @@ class SglangEngine:
         self._scheduler = scheduler
         self._ranks = ranks
         self._all_batches = all_batches
-        self._drains: list[tuple[PauseMode, Future[None]]] = []
+        self._drains: list[tuple[PauseMode, bool, Future[None]]] = []  # mode, and whether it is for an update
         self._after_reply: list[Callable[[], None]] = []
         self._paused_here = False
         self._retracted = False  # running requests have no KV cache; else they are frozen, if the engine is paused
@@ -112,7 +112,7 @@ class SglangEngine:
         busy = self._scheduler._engine_paused or not self._scheduler.is_fully_idle()
         return self._ranks.all(bool(waited and not busy))
 
-    def drain(self, mode: PauseMode) -> Future[None]:
+    def drain(self, mode: PauseMode, *, for_update: bool = False) -> Future[None]:
         never_ends = mode is PauseMode.WAIT and self._scheduler._engine_paused
         if never_ends and not self._ranks.all(self._is_idle(mode)):
             raise StateConflictError(
@@ -124,7 +124,7 @@ class SglangEngine:
                 self._retract()
             self._abort_all()
         drained: Future[None] = Future()
-        self._drains.append((mode, drained))
+        self._drains.append((mode, for_update, drained))
         return drained
 
     def adapters_in_use(self) -> set[int]:
@@ -141,10 +141,12 @@ class SglangEngine:
         if self._drains and self._scheduler._engine_paused:
             self._settle_while_paused()
         while self._drains:
-            mode, drained = self._drains[0]
+            mode, for_update, drained = self._drains[0]
             if mode is PauseMode.FREEZE:
                 self._paused_here = True
                 frozen_requests.pause_in_place(self._scheduler)
+                if not for_update:
+                    self.end_frozen_step()
             elif mode is PauseMode.KEEP and not self._retracted:
                 # While SGLang compiles the grammar of a request, the request is in no queue that survives a flush.
                 if not self._ranks.all(not self._scheduler.grammar_manager.grammar_queue):
@@ -154,6 +156,11 @@ class SglangEngine:
                 return
             del self._drains[0]
             drained.set_result(None)
+
+    def end_frozen_step(self) -> None:
+        """Wait for the step in which a freeze has found the requests. Does nothing without one."""
+        if self._paused_here and not self._retracted:
+            frozen_requests.end_step(self._scheduler)
 
     @property
     def draining(self) -> bool:
@@ -196,7 +203,7 @@ class SglangEngine:
         with self._unlimited_queue():
             for request in scheduler.grammar_manager.get_ready_grammar_requests():
                 scheduler._add_request_to_queue(request)
-        if any(mode is PauseMode.ABORT for mode, _ in self._drains):
+        if any(mode is PauseMode.ABORT for mode, *_ in self._drains):
             self._abort_all()  # an abort reaches such a request only once it is in the queue
 
     def _abort_all(self) -> None:

@@ -74,7 +74,7 @@ class VllmEngine:
         busy = self._core.scheduler.has_unfinished_requests() or self._core.is_scheduler_paused()
         return not busy and time.monotonic() - self._since >= seconds
 
-    def drain(self, mode: PauseMode) -> Future[None]:
+    def drain(self, mode: PauseMode, *, for_update: bool = False) -> Future[None]:
         if mode not in self._modes:
             if self._core.scheduler.has_unfinished_requests():
                 able = [one.value for one in self._modes]

@@ -55,6 +55,35 @@ def test_two_ranks_get_what_the_loader_would_give_them(bucket_bytes):
     assert [rank.model.loads for rank in ranks] == [4, 4]
 
 
+def test_the_last_step_of_the_engine_ends_between_the_offer_and_the_first_write():
+    rank, ended = Rank(), []
+
+    def end_step():
+        rank.model.assert_unchanged(former)
+        ended.append((rank.manager.content, rank.model.loads))
+
+    former, rank.receiver.before_writing = rank.model.snapshot(), end_step
+    _, (thread,) = update([rank], checkpoint(1))
+    assert ended == [(Content.VALID, 2)], "the offer was looked at before, which needs no more than the loader's traces"
+    assert {"connect", "validate", "drain"} <= thread.report["seconds"].keys()
+    outcome, _ = update([rank], checkpoint(1) | {"unknown": torch.zeros(1)})
+    assert isinstance(outcome, ManifestError) and len(ended) == 1, "a step runs on beside an offer that is refused"
+
+
+def test_a_step_that_fails_leaves_the_weights_valid():
+    rank = Rank()
+    former = rank.model.snapshot()
+
+    def end_step():
+        raise RuntimeError("the device is gone")
+
+    rank.receiver.before_writing = end_step
+    outcome, (thread,) = update([rank], checkpoint(1))
+    assert isinstance(outcome, WeightUpdateError) and "the device is gone" in str(thread.error)
+    assert rank.manager.content is Content.VALID
+    rank.model.assert_unchanged(former)
+
+
 @pytest.mark.parametrize("bucket_bytes", [32, 1 << 20], ids=["in parts", "one bucket"])
 def test_a_tensor_that_is_negated_without_a_copy_is_sent_as_it_reads(bucket_bytes):
     """As the imaginary part of a conjugate: its memory holds the opposite values."""
