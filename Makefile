@@ -104,9 +104,9 @@ demo: env-$(ENGINE)
 	$(ENV_$(ENGINE))/bin/python -m integration.demo --engine $(ENGINE) $(if $(QUICK),--quick)
 
 # The longest first, so that no long one is left for the end.
-LONGEST_FIRST := test-vllm-own test-vllm-suite test-sglang-own test-sglang-suite test-sglang-tp coverage test-sglang-kinds \
+LONGEST_FIRST := test-vllm-own test-vllm-suite test-sglang-own test-sglang-suite test-sglang-tp test-unit test-sglang-kinds \
 	test-sglang-dp test-vllm-tp test-vllm-kinds test-vllm-dp test-vllm-demo test-trl test-ray-short
-TESTED = $(PARTS_vllm) $(PARTS_sglang) test-trl test-ray-short coverage
+TESTED = $(PARTS_vllm) $(PARTS_sglang) test-trl test-ray-short test-unit
 test:
 	+$(SIDE_BY_SIDE) $(filter $(TESTED),$(LONGEST_FIRST)) $(filter-out $(LONGEST_FIRST),$(TESTED))
 
@@ -166,7 +166,7 @@ test-browser: env-$(ENGINE)
 		--engine $(ENGINE) --fork
 
 test-long:
-	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),test-ray trainers)
+	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),test-long-unit test-ray trainers)
 
 LONG_vllm := test-long-vllm-own test-long-vllm-kinds test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-pp \
 	test-long-vllm-dp test-long-vllm-experts
@@ -174,10 +174,14 @@ LONG_sglang := test-long-sglang-own test-long-sglang-updates test-long-sglang-pr
 	test-long-sglang-dp
 
 $(LONG_vllm) $(LONG_sglang): MARKED := not gpu
-test-long-vllm-own test-long-sglang-own: MARKED := not gpu and long
+test-long-unit test-long-vllm-own test-long-sglang-own: MARKED := not gpu and long
 
 test-long-vllm: $(LONG_vllm)
 test-long-sglang: $(LONG_sglang)
+
+.PHONY: test-long-unit
+test-long-unit: env-vllm
+	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(UNIT_trainer)
 
 test-long-vllm-own test-long-sglang-own: test-long-%-own: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(OWN_$*)

@@ -90,7 +90,8 @@ def test_all_ranks_are_one_engine_that_sleeps_and_wakes(server: Server, first: l
 
 
 @pytest.mark.parametrize(
-    "mode", [pytest.param("abort", marks=pytest.mark.long), pytest.param("wait", marks=pytest.mark.long), "keep", "freeze"]
+    "mode",
+    [pytest.param("abort", marks=pytest.mark.long), pytest.param("wait", marks=pytest.mark.long), "keep", "freeze"],
 )
 def test_sleeping_while_both_ranks_have_requests(server: Server, first: list[list[int]], mode: str) -> None:
     with asked(server, LONG) as asking:

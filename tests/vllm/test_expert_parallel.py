@@ -299,9 +299,7 @@ def test_without_a_request_the_engines_come_to_rest(experts: Experts, close: Cal
     assert experts.steps() == rested
 
 
-@pytest.mark.parametrize(
-    "mode", ["keep", *(pytest.param(one, marks=pytest.mark.long) for one in ("wait", "abort"))]
-)
+@pytest.mark.parametrize("mode", ["keep", *(pytest.param(one, marks=pytest.mark.long) for one in ("wait", "abort"))])
 def test_a_resume_beside_a_pause(experts: Experts, mode: str) -> None:
     """Stock: 500 while the engines agree on the pause, or one of them resumes alone and waits for the other."""
 

@@ -241,7 +241,9 @@ def interrupted(llm: Any, prompts: list[list[int]], steps: int, level: int, mode
     return [ended[name] for name in ended]
 
 
-@pytest.mark.parametrize(("level", "mode"), [pytest.param(1, "keep", marks=pytest.mark.long), (0, "freeze"), (1, "abort")])
+@pytest.mark.parametrize(
+    ("level", "mode"), [pytest.param(1, "keep", marks=pytest.mark.long), (0, "freeze"), (1, "abort")]
+)
 def test_a_core_in_the_caller_s_process_has_batches_on_their_way_too(
     llm: Child, model_folder: Path, level: int, mode: str
 ) -> None:

@@ -124,25 +124,31 @@ def holds(engine, seed):
 # the rank, its fault, and what the engine has afterwards: its `former` weights, or `none` that are valid
 FAULTS = [
     ("tcp", 1, ("Link", "before", KILL), "former"),
-    ("gloo", 1, ("Link", "after", KILL), "former"),
-    ("tcp", 1, ("Bucket", "after", KILL), "former"),  # without its bytes
     ("tcp", 1, ("Bucket", "before", KILL, 6), "none"),
     ("gloo", 1, ("Bucket", "after", KILL, 6), "none"),
     ("tcp", 1, ("Commit", "before", KILL), "none"),
-    ("gloo", 1, ("Commit", "after", KILL), "none"),  # to one rank of two
     ("gloo", 0, ("Divide", "after", KILL), "former"),  # to one rank of two
-    ("tcp", 0, ("Bucket", "after", KILL), "former"),
     ("gloo", 0, ("Bucket", "before", KILL, 10), "none"),
     ("tcp", 0, ("Commit", "before", KILL), "none"),
-    ("tcp", 1, ("Link", "before", STOP), "former"),
     ("gloo", 1, ("Bucket", "after", STOP), "former"),
+    ("gloo", 0, ("Bucket", "before", STOP, 10), "none"),
+]
+MORE = [
+    ("gloo", 1, ("Link", "after", KILL), "former"),
+    ("tcp", 1, ("Bucket", "after", KILL), "former"),  # without its bytes
+    ("gloo", 1, ("Commit", "after", KILL), "none"),  # to one rank of two
+    ("tcp", 0, ("Bucket", "after", KILL), "former"),
+    ("tcp", 1, ("Link", "before", STOP), "former"),
     ("tcp", 1, ("Commit", "before", STOP), "none"),
     ("tcp", 0, ("Divide", "before", STOP), "former"),
-    ("gloo", 0, ("Bucket", "before", STOP, 10), "none"),
 ]
 
 
-@pytest.mark.parametrize(("transport", "rank", "fault", "left"), FAULTS, ids=lambda value: str(value).replace(" ", ""))
+@pytest.mark.parametrize(
+    ("transport", "rank", "fault", "left"),
+    [*FAULTS, *(pytest.param(*one, marks=pytest.mark.long) for one in MORE)],
+    ids=lambda value: str(value).replace(" ", ""),
+)
 def test_a_process_that_dies_or_stops(tmp_path, transport, rank, fault, left):
     engine = ToyEngine(2)
     options = {"transport": transport, "timeout_s": 15.0}  # two ends of Gloo must be joined within a third of it
