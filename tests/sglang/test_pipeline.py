@@ -147,7 +147,7 @@ def test_which_drains_stop_requests_where_they_are(
     queue = SimpleNamespace(grammar_queue=[Request()] * grammars)
     engine = SglangEngine(SimpleNamespace(_engine_paused=paused, grammar_manager=queue), None)  # type: ignore[arg-type]
     if mode is not None:
-        engine.drain(mode) if mode is not PauseMode.ABORT else engine._drains.append((mode, None))  # type: ignore[arg-type]
+        engine.drain(mode) if mode is not PauseMode.ABORT else engine._drains.append((mode, False, None))  # type: ignore[arg-type]
     assert engine.stops_steps is stops
 
 

@@ -39,11 +39,13 @@ class Engine:
         self.hold_drain = False
         self.later: list[Any] = []
         self.drains: list[Future[None]] = []
+        self.for_update: list[bool] = []
         self.used_adapters: set[int] = set()
         self.idle_for = 60.0
 
     def drain(self, mode: PauseMode, *, for_update: bool = False) -> Future[None]:
         self.calls.append(f"drain:{mode}")
+        self.for_update.append(for_update)
         done: Future[None] = Future()
         if not self.hold_drain:
             done.set_result(None)
@@ -235,9 +237,9 @@ def test_what_is_left_may_stay_unknown(world: World, monkeypatch: pytest.MonkeyP
 def test_admission_is_closed_before_the_drain_ends_requests(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     drain, shown = world.engine.drain, []
 
-    def looked_at(mode: PauseMode) -> Future[None]:
+    def looked_at(mode: PauseMode, **options: bool) -> Future[None]:
         shown.append(world.reader.read().busy)
-        return drain(mode)
+        return drain(mode, **options)
 
     monkeypatch.setattr(world.engine, "drain", looked_at)
     world.run(commands.Sleep(level=1))
@@ -247,7 +249,7 @@ def test_admission_is_closed_before_the_drain_ends_requests(world: World, monkey
 def test_a_drain_that_cannot_begin_is_an_error_and_leaves_it_open(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(mode: PauseMode) -> Future[None]:
+    def refuse(mode: PauseMode, **options: bool) -> Future[None]:
         raise UnsupportedError("this engine cannot wait")
 
     monkeypatch.setattr(world.engine, "drain", refuse)
@@ -469,6 +471,12 @@ def test_an_update_cannot_freeze_while_the_kv_cache_sleeps(world: World) -> None
     assert caught.value.details == {"asleep": ["kv_cache"]}
     assert world.engine.calls == calls
     world.run(update("keep"))
+
+
+def test_only_an_update_may_begin_beside_the_last_step(world: World) -> None:
+    world.run(update("freeze"))
+    world.run(commands.Sleep(level=0, mode=PauseMode.FREEZE))
+    assert world.engine.for_update == [True, False]
 
 
 def test_an_engine_that_cannot_freeze_says_why_before_anything_happens() -> None:
