@@ -29,9 +29,10 @@ from rl_memory_plugins.engines.post_load import PostLoad, refuse_untried, unsupp
 from rl_memory_plugins.engines.saved_layers import Graphs, SavedLayers
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.coverage import Coverage
+from rl_memory_plugins.weights.feed import Feed
 from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.loader_run import Loader
-from rl_memory_plugins.weights.plan import LoadPlan
+from rl_memory_plugins.weights.plan import Batch, LoadPlan, Write
 from rl_memory_plugins.weights.trace import CopyStep, Step
 from rl_memory_plugins.weights.write_recorder import recording
 
@@ -126,22 +127,28 @@ class LayerReload:
         streamed = {name: layers for name, layers in layers_of.items() if held.isdisjoint(layers)}
         missing = Counter(itertools.chain(*streamed.values()))  # the tensors of each layer that have not arrived
         opened: dict[str, _Opened] = {}
+        writes = _Writes(together=plan.is_orderless)
+        if isinstance(weights, Feed):
+            weights.lend(streamed.keys(), writes.run)
 
         def stream() -> Iterator[tuple[str, torch.Tensor]]:
             """Load the streamed tensors, and yield those for the model's own loader."""
             for name, tensor in weights:
                 if name not in streamed:
+                    writes.run()
                     yield name, tensor
                     continue
                 for layer in streamed[name]:
                     if layer not in opened:
                         opened[layer] = self._open(layer, plan)
                 for layer, key, step in routes[name]:
-                    _replay(step, opened[layer].parameters[key] if layer else step.destination, tensor)
+                    writes.add(step, opened[layer].memory[key] if layer else None, tensor)
                 for layer in streamed[name]:
                     missing[layer] -= 1
                     if not missing[layer]:
+                        writes.run()
                         opened.pop(layer).close(self._graphs)
+            writes.run()
 
         try:
             with self._context(), torch.no_grad(), self._post_load.repeating(partial=True):
@@ -257,6 +264,7 @@ class _Opened:
 
     Attributes:
         parameters: The temporary parameters.
+        memory: The same as plain tensors.
         saved: The layer as it was.
     """
 
@@ -269,6 +277,7 @@ class _Opened:
         self._template = template
         self.saved = SavedLayers({name: layer})
         self.parameters = template.materialised(device, [name for name, regions in padding.items() if regions])
+        self.memory = {name: one.data.as_subclass(torch.Tensor) for name, one in self.parameters.items()}
         template.give(self.parameters)
 
     def close(self, graphs: Graphs | None) -> None:
@@ -318,14 +327,45 @@ def _address(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().data_ptr())
 
 
-def _replay(step: Step, parameter: torch.Tensor, source: torch.Tensor) -> None:
-    """Run a recorded step on a parameter in place of the blank parameter of the trace."""
-    planned = step.destination
-    memory = parameter.data.as_subclass(torch.Tensor)
-    destination = torch.empty(0, dtype=planned.dtype, device=memory.device).set_(
-        memory.untyped_storage(), planned.storage_offset(), planned.size(), planned.stride()
-    )
-    if isinstance(step, CopyStep):
-        destination.copy_(source.contiguous().as_strided(step.size, step.stride, step.offset))
-    else:
-        destination.fill_(step.value)
+class _Writes:
+    """Recorded writes that wait, to be queued many at a time: of experts each tensor is small, and there are thousands.
+
+    Args:
+        together: The order of the writes does not matter.
+    """
+
+    def __init__(self, *, together: bool) -> None:
+        self._most = 256 if together else 1
+        self._waiting: list[Write] = []
+
+    def add(self, step: Step, memory: torch.Tensor | None, source: torch.Tensor) -> None:
+        """Run a recorded step, now or later.
+
+        Args:
+            memory: In place of the blank parameter of the trace; `None` if the step writes memory of the model.
+            source: Contiguous or not, in memory that stays as it is until `run`.
+        """
+        destination = step.destination if memory is None else _same_place(step.destination, memory)
+        if isinstance(step, CopyStep):
+            whole = source.contiguous()
+            start = whole.storage_offset() + step.offset
+            self._waiting.append((destination, whole.as_strided(step.size, step.stride, start)))
+        else:
+            self._waiting.append((destination, step.value))
+        if len(self._waiting) >= self._most:
+            self.run()
+
+    def run(self) -> None:
+        """Queue all that waits on the current stream."""
+        if self._waiting:
+            Batch(self._waiting, group=self._most > 1).run()
+            self._waiting = []
+
+
+def _same_place(planned: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """The elements of a tensor that lie where the planned ones lie in theirs."""
+    size, stride, offset = planned.size(), planned.stride(), planned.storage_offset()
+    if memory.dtype == planned.dtype:
+        return memory.as_strided(size, stride, offset)
+    whole = torch.empty(0, dtype=planned.dtype, device=memory.device)
+    return whole.set_(memory.untyped_storage(), offset, size, stride)

@@ -96,6 +96,11 @@ class LoadPlan:
         self._disjoint = _are_disjoint(step for of_name in steps.values() for step in of_name)
 
     @functools.cached_property
+    def is_orderless(self) -> bool:
+        """Whether no two writes of `steps` and `rebuilt` overlap."""
+        return _are_disjoint(step for of_name in [*self.steps.values(), *self.rebuilt.values()] for step in of_name)
+
+    @functools.cached_property
     def slices(self) -> list[Slice | None]:
         """For each tensor of the manifest what this rank needs of it; `None` for a whole tensor."""
         return [

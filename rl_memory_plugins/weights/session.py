@@ -24,6 +24,7 @@ from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
 from rl_memory_plugins.weights.communicators.polled import await_done
 from rl_memory_plugins.weights.cuda_ipc import Mappings, local_gpus
 from rl_memory_plugins.weights.entries import next_spec, tensor_of
+from rl_memory_plugins.weights.feed import Feed
 from rl_memory_plugins.weights.manifest import ITEMSIZE, BucketEntry, Manifest, Mismatch, TensorSpec
 from rl_memory_plugins.weights.model_loader import ModelLoader
 from rl_memory_plugins.weights.plan import LoadPlan, Write
@@ -63,6 +64,7 @@ class Session:
     _committed: bool = field(default=False, init=False)
     _unused: list[str] = field(default_factory=list, init=False)  # names that every rank skips
     _buffer: AttachedBuffer = field(init=False)
+    _feed: Feed = field(init=False)  # the engine's loader
     _hello: wire.Hello = field(init=False)
     _slices: list[Slice | None] = field(default_factory=list, init=False)  # what of each tensor travels
     _assembled: torch.Tensor | None = field(default=None, init=False)  # the next tensor, if its rows do not load alone
@@ -91,7 +93,7 @@ class Session:
             if cuts:
                 sent, self._slices = plan.cut, plan.slices
                 manifest = msgspec.structs.replace(manifest, tensors=list(sent.specs.values()))
-            arrivals = self._arrivals(connection, offer.manifest, manifest, sent)
+            self._feed = arrivals = Feed(self._arrivals(connection, offer.manifest, manifest, sent))
             next(arrivals, None)  # a loader may write before it reads: not before the content counts as being written
             self.model.load_with_engine(plan, arrivals)
             for name, _ in arrivals:
@@ -349,12 +351,12 @@ class Session:
             repeatable = False
             plan.run(writes)
             writes.clear()
-            # a copy: the trainer reuses the slot while the loader may still hold the tensor
-            tensor = self._assemble(spec, memory, entry)
+            tensor = self._given(spec, memory, entry)
             if tensor is not None and spec.name in plan.opaque:
                 yield spec.name, tensor
             elif tensor is not None:
                 plan.apply(spec.name, tensor)
+        self._feed.finish()
         batch = plan.run(writes)
         if replays is not None and repeatable:
             slot, end = buffer.memory(bucket.slot, bucket.entries[0]), (self._next_tensor, self._received_bytes)
@@ -393,6 +395,13 @@ class Session:
             return writes
         # Copy as is, then cast or gather on the GPU: the host is slower.
         return writes_from(tensor_of(memory, entry, spec).to(writes[0][0].device, non_blocking=True), 0)
+
+    def _given(self, spec: TensorSpec, memory: torch.Tensor, entry: BucketEntry) -> torch.Tensor | None:
+        """The tensor for the engine's loader; `None` before all its rows have arrived."""
+        if self._feed.lends(spec.name) and entry.nbytes == spec.nbytes and memory.device == self._device:
+            return tensor_of(memory, entry, spec)
+        # a copy: the trainer reuses the slot while the loader may still hold the tensor
+        return self._assemble(spec, memory, entry)
 
     def _assemble(self, spec: TensorSpec, memory: torch.Tensor, entry: BucketEntry) -> torch.Tensor | None:
         """A copy of the tensor once all its rows have arrived; `None` before."""

@@ -12,6 +12,7 @@ from rl_memory_plugins.engines import layer_reload as reload_module
 from rl_memory_plugins.engines import layer_templates, post_load
 from rl_memory_plugins.engines.layer_reload import LayerReload, reset
 from rl_memory_plugins.errors import ManifestError, UnsupportedError, WeightUpdateError
+from rl_memory_plugins.weights.feed import Feed
 from rl_memory_plugins.weights.manifest import Manifest
 from rl_memory_plugins.weights.model_loader import ModelLoader
 from rl_memory_plugins.weights.source import spec_of
@@ -168,6 +169,62 @@ def test_after_an_update_the_model_is_one_that_loaded_these_weights_first(absorb
     assert set(plan.opaque) == ({*weights(1)} if absorbs else {"one.weight", "two.weight"})
     # The loader gets only the layer of which it computes something, and the plain parameter beside it.
     assert set(model.loaded) == ({"norm", "two.weight"} if absorbs else set())
+
+
+def in_one_slot(loader: ModelLoader, tensors: dict[str, torch.Tensor], bucket: int) -> Any:
+    """An update whose tensors come in the same memory, `bucket` of them at a time."""
+    plan = loader.plan(Manifest([spec_of(name, tensor) for name, tensor in tensors.items()]), loader.drop_outdated())
+    slot = torch.empty(bucket, SIZE * SIZE)
+    lent: list[str] = []
+
+    def arrivals() -> Iterator[tuple[str, torch.Tensor]]:
+        for number, (name, tensor) in enumerate(tensors.items()):
+            place = slot[number % bucket][: tensor.numel()].view(tensor.shape).copy_(tensor)
+            if name not in plan.opaque:
+                plan.apply(name, tensor)
+            elif feed.lends(name):
+                lent.append(name)
+                yield name, place
+            else:
+                yield name, tensor
+            if number % bucket == bucket - 1:
+                feed.finish()
+                slot.fill_(float("nan"))
+        feed.finish()
+        slot.fill_(float("nan"))
+
+    feed = Feed(arrivals())
+    loader.load_with_engine(plan, feed)
+    return lent, plan
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 3])
+@pytest.mark.parametrize("absorbs", [False, True])
+def test_tensors_that_are_only_copied_need_no_memory_of_their_own(absorbs: bool, bucket: int) -> None:
+    model = loaded(weights(1), absorbs=absorbs)
+    for seed in (2, 3):
+        lent, plan = in_one_slot(loader_of(model), weights(seed), bucket)
+        assert_equal(state(model), state(loaded(weights(seed), absorbs=absorbs)))
+        assert lent == (["one.weight"] if absorbs else ["one.weight", "two.weight"])
+        assert plan.is_orderless
+
+
+class Clearing(Linear):
+    def load(self, parameter: Any, weight: torch.Tensor) -> None:
+        parameter.data.fill_(7)
+        parameter.data[1:].copy_(weight[1:])
+
+
+def test_writes_that_overlap_keep_their_order() -> None:
+    class Overlapping(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = Clearing(Packing())
+
+    model = loaded(weights(1), made=Overlapping)
+    _, plan = in_one_slot(loader_of(model), weights(2), 3)
+    assert not plan.is_orderless
+    assert_equal(state(model), state(loaded(weights(2), made=Overlapping)))
 
 
 def test_one_layer_at_a_time_has_temporary_memory(monkeypatch: pytest.MonkeyPatch) -> None:

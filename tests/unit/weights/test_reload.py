@@ -127,6 +127,49 @@ def test_an_engine_that_cannot_is_left_as_it_is():
     rank.model.assert_unchanged(before)
 
 
+class Borrowing(PackingEngine):
+    """Reads the weights only where it is told to, or when all have come; its biases are copies."""
+
+    def load(self, weights, plan):
+        self.waiting, self.storages, self.reads = [], {}, 0
+        weights.lend({"one.weight", "two.weight"}, self.read)
+        for name, tensor in weights:
+            self.storages[name] = tensor.untyped_storage().data_ptr()
+            self.waiting.append((name, tensor))
+        self.read()
+
+    def read(self):
+        self.reads += bool(self.waiting)
+        for name, tensor in self.waiting:
+            self.model.get_parameter(name).data.copy_(tensor.t() if tensor.dim() == 2 else tensor)
+        self.waiting = []
+
+
+def test_a_loader_that_keeps_no_tensors_gets_them_where_they_have_arrived():
+    engine = Borrowing()
+    engine.model.load_weights = engine.load_weights
+    update([rank_of(engine)], sent := tensors(1))
+    assert_holds(engine, sent)
+    assert engine.storages["one.weight"] == engine.storages["two.weight"]
+    assert len(set(engine.storages.values())) == 3
+
+
+def test_lent_tensors_are_read_before_the_trainer_writes_to_their_memory():
+    engine = Borrowing()
+    engine.model.load_weights = engine.load_weights
+    update([rank_of(engine)], sent := tensors(1), bucket_bytes=64)
+    assert_holds(engine, sent)
+    assert engine.reads > 1
+
+
+def test_a_tensor_that_comes_in_parts_is_not_lent():
+    engine = Borrowing()
+    engine.model.load_weights = engine.load_weights
+    update([rank_of(engine)], sent := tensors(1), bucket_bytes=32)
+    assert_holds(engine, sent)
+    assert len(set(engine.storages.values())) == 4
+
+
 def test_a_reload_that_did_not_do_its_work_fails_the_update(engine):
     def load(weights, plan):
         list(weights)
