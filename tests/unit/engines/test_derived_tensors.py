@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from typing import NamedTuple
 
 import pytest
 import ranks
@@ -108,6 +109,71 @@ def test_tensors_that_were_one_and_are_two_do_not_overwrite_each_other(model):
     with derived_tensors.in_place(model):
         model.layer.absorbed = model.layer.other = torch.full((2, 3), 5.0)
     assert torch.equal(read, torch.full((2, 3), 5.0)) and torch.equal(model.layer.other, read)
+
+
+class Arguments(NamedTuple):
+    scale: float
+    tensors: tuple
+
+
+CONTAINERS = {
+    "tuple": lambda *tensors: (1, *tensors),
+    "list": lambda *tensors: [*tensors, None],
+    "dict": lambda *tensors: dict(zip("ab", tensors, strict=True)),
+    "named tuple in a list": lambda *tensors: [Arguments(0.5, tensors)],
+}
+
+
+def leaves(value):
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+@pytest.mark.parametrize("make", CONTAINERS.values(), ids=CONTAINERS)
+def test_tensors_in_containers_are_where_graphs_read_them(model, make):
+    """As the arguments of a kernel that a loader puts together (SGLang's Kimi-K3)."""
+    model.layer.arguments = former = make(torch.zeros(2), torch.zeros(3))
+    read = leaves(former)
+    for value in (2.0, 3.0):
+        with derived_tensors.in_place(model):
+            model.layer.arguments = make(torch.full((2,), value), torch.full((3,), value + 1))
+        assert type(model.layer.arguments) is type(former)
+        assert all(one is other for one, other in zip(leaves(model.layer.arguments), read, strict=True))
+        assert [one.tolist() for one in read] == [[value] * 2, [value + 1] * 3]
+
+
+def test_a_container_that_the_loader_changes_in_place_is_followed_too(model):
+    model.layer.arguments = arguments = [torch.zeros(2), {"b": torch.zeros(2)}]
+    read = leaves(arguments)
+    with derived_tensors.in_place(model):
+        arguments[0], arguments[1]["b"] = torch.ones(2), torch.ones(2)
+    assert model.layer.arguments is arguments
+    assert all(one is other for one, other in zip(leaves(arguments), read, strict=True))
+    assert all(bool(one.all()) for one in read)
+    inner = arguments[1]
+    with pytest.raises(OSError), derived_tensors.in_place(model):
+        arguments[0], arguments[1] = torch.full((2,), 5.0), (1,)
+        arguments.append(torch.zeros(1))
+        inner.clear()
+        raise OSError
+    assert model.layer.arguments is arguments and len(arguments) == 2 and arguments[1] is inner
+    assert all(one is other for one, other in zip(leaves(arguments), read, strict=True))
+
+
+@pytest.mark.parametrize("new", [(), (torch.ones(2),), None, [torch.ones(3), torch.ones(1)]])
+def test_containers_of_another_form_stay_as_the_loader_has_assigned_them(model, new):
+    model.layer.arguments = (torch.zeros(2), torch.zeros(2))
+    with derived_tensors.in_place(model):
+        model.layer.arguments = new
+    assert model.layer.arguments is new
+
+
+def test_a_container_within_itself_is_no_endless_search(model):
+    model.layer.arguments = arguments = [torch.zeros(2)]
+    arguments.append(arguments)
+    read = arguments[0]
+    with derived_tensors.in_place(model):
+        arguments[0] = torch.ones(2)
+    assert arguments[0] is read and bool(read.all()) and arguments[1] is arguments
 
 
 class Merges(torch.nn.Module):
