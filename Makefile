@@ -67,11 +67,11 @@ UNIT_SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(if $(filter 1,$(JOBS))
 # What ranks must agree on. Their processes share the cores of a small machine: everything would take an hour. All of it
 # runs in test-long.
 TOGETHER := sleep_wake modes faults updates
-RULES_tp := $(TOGETHER) freeze handoff kept_weights sharded_trainer
-RULES_dp := $(TOGETHER) shared_backup metrics timeline tracing
+RULES_tp := sleep_wake faults updates freeze handoff kept_weights
+RULES_dp := sleep_wake modes updates shared_backup metrics timeline
 # With a key, and ranks to show; the rest of the page does not depend on them.
 PAGE_dp := tests/conformance/test_status_page.py::test_the_page_shows_a_sleep_a_failed_update_and_a_wake
-RULES_pp := $(RULES_tp) shared_backup
+RULES_pp := $(TOGETHER) freeze handoff kept_weights sharded_trainer shared_backup
 RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) $(PAGE_$*) \
 	--deselect tests/conformance/test_modes.py::test_a_wait_that_takes_too_long_gives_up_and_reopens
 # What four ranks must agree on, as two tensor-parallel ranks in each of two pipeline stages.
@@ -185,6 +185,7 @@ test-long-unit: env-vllm
 
 test-long-vllm-own test-long-sglang-own: test-long-%-own: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(OWN_$*)
+	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) $(WITHOUT_ADAPTERS_$*) --engine $* --fork
 
 test-long-vllm-updates test-long-sglang-updates: test-long-%-updates: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(LONG_TESTS) --engine $*

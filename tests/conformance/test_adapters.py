@@ -194,6 +194,7 @@ def test_an_update_that_breaks_off_leaves_the_former_version(server: Server, bas
     assert server.control.memory()["admitting"]
 
 
+@pytest.mark.long
 def test_requests_run_while_adapters_change(server: Server, base: torch.nn.Module) -> None:
     """Requests of other adapters go on, and those of the changed one finish with the version that they began with."""
     sent = {name: lora.tensors(base, seed) for name, seed in (("stays", 1), ("changes", 2))}

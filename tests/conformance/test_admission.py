@@ -99,6 +99,7 @@ def test_health_during_an_update_whose_trainer_says_nothing(server: Server, weig
             assert update.runs()
 
 
+@pytest.mark.long
 def test_health_during_a_long_update_of_many_buckets(server: Server, weights: Weights) -> None:
     """The trainer and the engine's ranks have no pause, and the test asks as often as it gets an answer."""
     asked = dict.fromkeys(server.kind.health_routes, 0)

@@ -94,6 +94,7 @@ def test_keep_computes_the_request_again(server: Server, weights: Weights) -> No
         answered_by(weights.first, weights.other, LONG_PROMPT, server.kind.tokens(answer))
 
 
+@pytest.mark.long
 def test_a_second_keep_computes_the_request_again_too(server: Server, weights: Weights) -> None:
     with server.generating(LONG_PROMPT, long_answer(server)) as request:
         push(server, weights.other, mode="keep")
@@ -135,6 +136,7 @@ def test_a_frozen_request_leaves_no_prefix_behind(server: Server, weights: Weigh
     assert server.kind.tokens(answer) == greedy(weights.other, prompt)
 
 
+@pytest.mark.long
 def test_a_request_that_waits_begins_under_the_new_weights(server: Server, weights: Weights) -> None:
     count = server.launch.max_running * server.launch.dp
     with ThreadPoolExecutor(count + 1) as pool:
@@ -152,7 +154,7 @@ def test_a_request_that_waits_begins_under_the_new_weights(server: Server, weigh
         answered_by(weights.first, weights.other, LONG_PROMPT, server.kind.tokens(each))
 
 
-@pytest.mark.parametrize(("level", "tags"), [(0, None), (1, ["weights"])])
+@pytest.mark.parametrize(("level", "tags"), [pytest.param(0, None, marks=pytest.mark.long), (1, ["weights"])])
 def test_a_frozen_request_answers_as_if_nothing_had_happened(
     server: Server, weights: Weights, level: int, tags: list[str] | None
 ) -> None:
@@ -172,6 +174,7 @@ def test_a_frozen_request_answers_as_if_nothing_had_happened(
         answered_by(weights.first, weights.other, LONG_PROMPT, server.kind.tokens(answer))
 
 
+@pytest.mark.long
 def test_the_weights_are_lent_and_updated_beside_a_frozen_request(server: Server, weights: Weights) -> None:
     def act() -> dict[str, Any]:
         with server.generating(LONG_PROMPT, long_answer(server)) as request:
@@ -205,7 +208,7 @@ def test_a_frozen_request_stands_still_until_the_weights_are_whole(server: Serve
     answered_by(weights.first, weights.other, LONG_PROMPT, server.kind.tokens(answer))
 
 
-@pytest.mark.parametrize("mode", ["abort", "keep"])
+@pytest.mark.parametrize("mode", ["abort", pytest.param("keep", marks=pytest.mark.long)])
 def test_a_frozen_request_obeys_the_mode_of_the_next_call(server: Server, weights: Weights, mode: str) -> None:
     with server.generating(LONG_PROMPT, long_answer(server)) as request:
         start_of_generation()

@@ -45,6 +45,7 @@ def test_wait_lets_the_request_finish(server: Server, weights: Weights, first_to
     assert server.generate(PROMPT) == first_tokens
 
 
+@pytest.mark.long
 def test_wait_lets_queued_requests_finish_too(server: Server) -> None:
     """More than can run at a time. vLLM's own wait leaves the others in its queue for as long as the engine sleeps."""
     count, length = server.launch.max_running + 2, long_answer(server) // 2
@@ -95,6 +96,7 @@ def test_abort_overtakes_a_sleep_that_waits(server: Server, first_tokens: list[i
     assert server.generate(PROMPT) == first_tokens
 
 
+@pytest.mark.long
 def test_a_wait_that_takes_too_long_gives_up_and_reopens(server: Server, first_tokens: list[int]) -> None:
     # Few run at a time. All are more than the engine answers in `DRAIN_S`.
     count = 128 if server.launch.device == "cpu" else 512

@@ -219,6 +219,7 @@ def whole_s(served: Served) -> float:
     return time.monotonic() - start
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_ends_its_request(served: Served, whole_s: float, stream: bool) -> None:
     served.generate("first")
@@ -248,6 +249,7 @@ def test_a_client_that_leaves_ends_its_request(served: Served, whole_s: float, s
     assert time.monotonic() - start < whole_s * 0.6, f"it has run to its end, which takes {whole_s} s"
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_is_named_and_comes_back_while_the_other_serves(
     served: Served, tokens: dict[str, list[int]]
 ) -> None:

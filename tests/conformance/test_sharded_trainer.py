@@ -23,7 +23,7 @@ def trainer(running_server: Server, tmp_path_factory: pytest.TempPathFactory) ->
     started.stop()
 
 
-@pytest.mark.parametrize("transport", ["gloo", "tcp"])
+@pytest.mark.parametrize("transport", [pytest.param("gloo", marks=pytest.mark.long), "tcp"])
 def test_the_processes_of_a_trainer_send_their_shards(
     server: Server, weights: Weights, trainer: ShardedTrainer, transport: str
 ) -> None:

@@ -43,11 +43,13 @@ def is_awake(server: Server) -> bool:
     return engine["busy"] or all(tag["state"] == "resident" for tag in engine["ranks"][0]["tags"].values())
 
 
+@pytest.mark.long
 def test_one_of_two_engines_sleeps_once_both_have_started(servers: list[Server]) -> None:
     """SGLang asks a new engine something, which makes the first one sleep."""
     wait_until(lambda: sum(server.control.is_sleeping() for server in servers) == 1, "one engine sleeps")
 
 
+@pytest.mark.long
 def test_random_traffic(request: pytest.FixtureRequest, servers: list[Server]) -> None:
     tokens = [server.generate(PROMPT) for server in servers]
     assert tokens[0] != tokens[1]

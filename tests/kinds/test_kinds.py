@@ -1,6 +1,6 @@
 """Every way of updating every kind of weights, against fresh engines, and against the committed records.
 
-`--kinds chosen` runs a quarter of the kinds, `--kinds all` all of them.
+`--kinds chosen` runs a third of the kinds, each on one engine at least, and `--kinds all` all of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ MISSING_KERNEL = re.compile(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    kinds = table.KINDS if metafunc.config.getoption("--kinds") == "all" else table.CHOSEN
+    options = metafunc.config.option
+    kinds = table.KINDS if options.kinds == "all" else table.CHOSEN[options.engine]
     metafunc.parametrize("kind", kinds)
 
 

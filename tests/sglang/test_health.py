@@ -79,6 +79,7 @@ def schedulers(server: Server) -> list[psutil.Process]:
     return [process for process in below if "resource_tracker" not in " ".join(process.cmdline())]
 
 
+@pytest.mark.long
 def test_a_dead_scheduler_is_not_called_healthy(model_folder: Path, other_weights: Any, tmp_path: Path) -> None:
     """One of two engines dies in an update. Its board still says that the update runs."""
     launch = Launch(model_folder, dp=2, options={"update_timeout_s": 600}, forked=True)

@@ -201,7 +201,9 @@ def test_an_update_that_breaks_off_closes_the_engine_until_a_complete_one(
     assert server.generate(PROMPT) == greedy(first, PROMPT)
 
 
-@pytest.mark.parametrize("mode", ["abort", "wait", "keep", "freeze"])
+@pytest.mark.parametrize(
+    "mode", [*(pytest.param(one, marks=pytest.mark.long) for one in ("abort", "wait", "keep")), "freeze"]
+)
 def test_requests_that_run_on_both_hosts(server: Server, models: tuple[Path, list[torch.nn.Module]], mode: str) -> None:
     """A prompt of several chunks is in more than one of the batches in flight."""
     prompt = [token % 4000 + 2 for token in range(300)]
@@ -216,6 +218,7 @@ def test_requests_that_run_on_both_hosts(server: Server, models: tuple[Path, lis
     assert server.generate(prompt) == before
 
 
+@pytest.mark.long
 def test_a_client_ends_a_frozen_request(server: Server) -> None:
     with server.generating(PROMPT, LONG) as request:
         server.control.sleep(0, mode="freeze")
@@ -225,6 +228,7 @@ def test_a_client_ends_a_frozen_request(server: Server) -> None:
     assert server.generate(PROMPT)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_sglangs_own_pause_holds_all_batches(server: Server, mode: str) -> None:
     """Stock: the loop of a pipeline ignores a pause."""

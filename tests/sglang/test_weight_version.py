@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from integration.engines.base import Server
 from tests.sglang.conftest import PROMPT
 
@@ -23,6 +25,7 @@ def test_an_answer_s_metadata_names_its_weights(server: Server, other_weights: A
     assert info["weight_versions"] == [{"version": "step-41", "start": 0, "end": 8}]
 
 
+@pytest.mark.long
 def test_a_kept_request_tells_which_tokens_are_by_which_weights(server: Server, other_weights: Any) -> None:
     server.control.update_weights(other_weights, weight_version="before")
     with server.generating(PROMPT, 1000) as request:

@@ -262,6 +262,7 @@ def adapt(llm: Any, folder: Path) -> None:
     assert ask(None) == greedy(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", ["0", "1"])
 def test_adapters_of_an_engine_in_python(model_folder: Path, processes: str) -> None:
     variables = environment(model_folder, VLLM_ENABLE_V1_MULTIPROCESSING=processes)

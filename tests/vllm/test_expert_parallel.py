@@ -201,6 +201,7 @@ def test_a_release_that_fails_on_one_of_them(experts: Experts, engine: int, then
         experts.assert_answered(request, LONG, aborted=then == "abort")
 
 
+@pytest.mark.long
 def test_resuming_by_vllms_own_call_while_one_of_them_is_closed(experts: Experts) -> None:
     experts.fail("release", 0)
     with pytest.raises(DeviceMemoryError):
@@ -332,6 +333,7 @@ def test_a_wait_that_takes_too_long_gives_up_and_reopens(experts: Experts) -> No
         assert experts.server.kind.was_aborted(request.answer())
 
 
+@pytest.mark.long
 def test_an_abort_overtakes_a_wait(experts: Experts) -> None:
     with ThreadPoolExecutor(1) as pool, experts.server.generating(PROMPT, 5 * LONG) as request:
         waiting = pool.submit(experts.control.sleep, 1, mode="wait")

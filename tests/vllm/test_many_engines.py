@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from integration.engines.base import Launch, Server
@@ -42,6 +43,7 @@ class Killing:
             yield item
 
 
+@pytest.mark.long
 def test_an_engine_that_dies_and_comes_back(model_folder: Path, tmp_path: Path) -> None:
     launch = Launch(model_folder, forked=True)
     first, other = (new_model(model_folder, seed) for seed in (SEED, OTHER_SEED))

@@ -483,6 +483,7 @@ async def wake_during_wait(engine: Any) -> int:
     return len(tokens)
 
 
+@pytest.mark.long
 def test_a_wake_while_a_sleep_waits_is_refused(engine: Child, first_tokens: list[int]) -> None:
     assert engine(wake_during_wait) == 900
     assert engine(ask) == first_tokens

@@ -71,6 +71,7 @@ def one_by_one(llm: Any, folder: str, other: list[int]) -> None:
     assert generate(llm) == other
 
 
+@pytest.mark.long
 def test_a_load_parameter_by_parameter(llm: Child, model_folder: Path, other_tokens: list[int]) -> None:
     llm(one_by_one, str(model_folder), other_tokens)
 

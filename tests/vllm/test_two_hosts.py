@@ -78,7 +78,9 @@ def test_without_an_address_the_error_asks_for_one(server: Server, folder: Path,
 
 
 @pytest.mark.parametrize("tls", [False, True])
-@pytest.mark.parametrize("which", ["IPv4", "IPv6", "interface"])
+@pytest.mark.parametrize(
+    "which", ["IPv4", pytest.param("IPv6", marks=pytest.mark.long), pytest.param("interface", marks=pytest.mark.long)]
+)
 def test_the_engine_answers_with_the_trainers_weights(
     server: Server, hosts: TwoHosts, folder: Path, models: list[torch.nn.Module], which: str, tls: bool
 ) -> None:

@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 
 KINDS = {
     "tied": Kind(write_tied, chosen=False),  # of those of tests/kinds
-    "lora": Kind(write_dense, options={"enable_lora": True, "max_lora_rank": RANK}),
+    "lora": Kind(write_dense, options={"enable_lora": True, "max_lora_rank": RANK}, chosen=False),
     "moe": Kind(write_moe, transformed=True),
     "int4": Kind(write_int4, transformed=True, dtype="bfloat16", kernel="cpu_gemm_wna16"),  # which takes no other
     "gptq": Kind(write_gptq, transformed=True, dtype="bfloat16", kernel="cpu_gemm_wna16", chosen=False),
