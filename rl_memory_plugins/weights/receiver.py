@@ -39,7 +39,8 @@ class WeightReceiver:
 
     Attributes:
         before_writing: Called in an update of weights once the offer has been accepted, before anything is received
-            or written: an engine may have left its last step running until then.
+            or written: an engine may have left its last step running until then. Called too when an update fails
+            before that: the other ranks may have come further.
     """
 
     def __init__(
@@ -81,6 +82,22 @@ class WeightReceiver:
             StateConflictError: the weights are asleep, or the update is partial and the weights are not valid.
             WeightUpdateError: the trainer stalled, disconnected or gave up; or the engine's loader failed.
         """
+        end_step = _once(self.before_writing if loader is None else None)
+        try:
+            return self._receive(endpoints, token, timeout_s, loader, end_step)
+        except BaseException:
+            with suppress(Exception):
+                end_step()
+            raise
+
+    def _receive(
+        self,
+        endpoints: Endpoints,
+        token: str,
+        timeout_s: float,
+        loader: ModelLoader | None,
+        before_writing: Callable[[], None],
+    ) -> dict[str, Any]:
         self._manager.require_writable()
         session = Session(
             self._manager,
@@ -90,7 +107,7 @@ class WeightReceiver:
             timeout_s,
             self._check_finite,
             lambda places, local: self._dial(places, timeout_s, local=local),
-            self.before_writing,
+            before_writing,
         )
         with timed(session.seconds, "connect"):
             connection = self._connect(endpoints, timeout_s)
@@ -176,3 +193,9 @@ class WeightReceiver:
         parameters = self._model.parameters().values()
         self._manager.device.synchronize()
         return identity(parameters, self._manager.device)
+
+
+def _once(call: Callable[[], None] | None) -> Callable[[], None]:
+    """A call that is made once, also if it fails; nothing for `None`."""
+    calls = [] if call is None else [call]
+    return lambda: calls.pop()() if calls else None

@@ -110,14 +110,37 @@ def test_the_step_in_flight_may_run_on_while_the_ranks_connect_to_a_trainer(sche
     engine.resume(lift_pause=False)
     assert len(scheduler.result_queue) == 1
 
-    # an update that never came so far: the loop goes on as if nobody had paused it
+    # an update that never came so far, perhaps on this rank alone: all ranks go on with the same tokens
     scheduler.result_queue = deque([("batch", "next")])
     engine.drain(PauseMode.FREEZE, for_update=True)
     engine.poll()
     engine.resume(lift_pause=False)
-    engine.end_frozen_step()
-    scheduler.process_batch_result(*scheduler.result_queue.popleft())
     assert scheduler.processed == [("batch", "result"), ("batch", "next")]
+    assert not scheduler._engine_paused
+    scheduler.result_queue = deque([("batch", "later")])
+    engine.end_frozen_step()
+    assert len(scheduler.processed) == 2, "steps that run are the loop's"
+
+
+def test_what_waits_in_the_queue_afterwards_concerns_no_request(scheduler: Scheduler) -> None:
+    """SGLang computes no token of a request whose last one it takes to be in the queue, and asks grammars about it."""
+    engine = SglangEngine(scheduler, Ranks(True))  # type: ignore[arg-type]
+    engine.drain(PauseMode.FREEZE)
+    engine.poll()
+    [(batch, result)] = scheduler.result_queue
+    assert batch.reqs == [] and result.grammar_advanced
+
+
+def test_a_step_is_ended_also_after_a_call_that_has_retracted_requests(scheduler: Scheduler) -> None:
+    """It may have failed, and SGLang's own call may have gone on without telling."""
+    engine = SglangEngine(scheduler, Ranks(True))  # type: ignore[arg-type]
+    engine.drain(PauseMode.KEEP)
+    engine.poll()
+    scheduler.continue_generation(None)
+    engine.drain(PauseMode.FREEZE, for_update=True)
+    engine.poll()
+    engine.end_frozen_step()
+    assert scheduler.processed == [("batch", "result")]
 
 
 def test_a_sleep_waits_for_the_step_in_flight_also_after_an_update_that_did_not(scheduler: Scheduler) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from tests.conformance.test_freeze import LONG_PROMPT, answered_by
 from tests.sglang.conftest import WATCHDOG_S, WatchedSglang
 
 TOKENS = 1000
+RUNNING = 48
 
 
 class OverlappingSglang(WatchedSglang):
@@ -24,7 +26,7 @@ class OverlappingSglang(WatchedSglang):
 @pytest.fixture(scope="module")
 def server(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     log = tmp_path_factory.mktemp("server") / "server.log"
-    with Server(OverlappingSglang(), Launch(model_folder, forked=True), log) as server:
+    with Server(OverlappingSglang(), Launch(model_folder, forked=True, max_running=RUNNING), log) as server:
         yield server
 
 
@@ -44,6 +46,19 @@ def test_each_token_counts_for_the_weights_that_computed_it(
         {"version": "before", "start": 0, "end": count},
         {"version": "after", "start": count, "end": TOKENS},
     ]
+
+
+def test_a_request_with_one_token_left_ends(server: Server) -> None:
+    """SGLang plans no step for a request whose last token it takes to be in the queue of results."""
+    with ThreadPoolExecutor(RUNNING) as pool:
+        lengths = range(20, 20 + RUNNING)
+        requests = [pool.submit(server.post, [5 + length, 6, 7], length) for length in lengths]
+        while not all(request.done() for request in requests[: RUNNING // 2]):
+            server.control.sleep(0, mode="freeze")
+            server.control.wake_up()
+            time.sleep(0.01)
+        found = [len(server.kind.tokens(request.result(60).json())) for request in requests]
+    assert found == list(lengths)
 
 
 @pytest.mark.long

@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER, hooks
 
-_DONE = object()
-"""In place of a result that has been processed: SGLang's loop takes each result out of its queue later."""
+_DONE = SimpleNamespace(grammar_advanced=True)
+"""In place of a result that has been processed: SGLang's loop takes each result out of its queue later. Grammars have
+accepted its tokens."""
+
+_NOBODY = SimpleNamespace(reqs=[])
+"""In place of its batch. Of a request whose last token waits in the queue SGLang computes no other token."""
 
 
 def why_not(server_args: Any) -> str:
@@ -76,7 +81,7 @@ def end_step(scheduler: Any) -> None:
     for number, (batch, result) in enumerate(results):
         if result is not _DONE:
             scheduler.process_batch_result(batch, result)
-            results[number] = (batch, _DONE)
+            results[number] = (_NOBODY, _DONE)
 
 
 def is_done(result: Any) -> bool:

@@ -158,8 +158,8 @@ class SglangEngine:
             drained.set_result(None)
 
     def end_frozen_step(self) -> None:
-        """Wait for the step in which a freeze has found the requests. Does nothing without one."""
-        if self._paused_here and not self._retracted:
+        """Wait for the step in which a pause has found the requests. Does nothing without one, or while steps run."""
+        if self._scheduler._engine_paused:
             frozen_requests.end_step(self._scheduler)
 
     @property
@@ -218,6 +218,8 @@ class SglangEngine:
         paused_here, self._paused_here = self._paused_here, False
         self._retracted = False
         if paused_here and not self.paused_natively:
+            # Now: one of the ranks may have failed before it came to that, and all must go on from the same tokens.
+            self.end_frozen_step()
             from sglang.srt.managers.io_struct import ContinueGenerationReqInput
 
             hooks.table[f"{SCHEDULER}.continue_generation"](self._scheduler, ContinueGenerationReqInput())

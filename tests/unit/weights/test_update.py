@@ -59,15 +59,25 @@ def test_the_last_step_of_the_engine_ends_between_the_offer_and_the_first_write(
     rank, ended = Rank(), []
 
     def end_step():
-        rank.model.assert_unchanged(former)
-        ended.append((rank.manager.content, rank.model.loads))
+        unchanged = all(torch.equal(one, former[name]) for name, one in rank.model.snapshot().items())
+        ended.append((rank.manager.content, rank.model.loads, unchanged))
 
     former, rank.receiver.before_writing = rank.model.snapshot(), end_step
     _, (thread,) = update([rank], checkpoint(1))
-    assert ended == [(Content.VALID, 2)], "the offer was looked at before, which needs no more than the loader's traces"
+    # The offer was looked at before, which needs no more than the loader's two traces.
+    assert ended == [(Content.VALID, 2, True)]
     assert {"connect", "validate", "drain"} <= thread.report["seconds"].keys()
+
+
+def test_the_last_step_ends_on_a_rank_that_refuses_an_offer_too():
+    """Other ranks may have accepted theirs, and all must go on with the same tokens."""
+    rank, ended = Rank(), []
+    rank.receiver.before_writing = lambda: ended.append(rank.manager.content)
     outcome, _ = update([rank], checkpoint(1) | {"unknown": torch.zeros(1)})
-    assert isinstance(outcome, ManifestError) and len(ended) == 1, "a step runs on beside an offer that is refused"
+    assert isinstance(outcome, ManifestError) and ended == [Content.VALID]
+    with pytest.raises(InvalidRequestError):
+        rank.receiver.receive({}, "token", 1.0)
+    assert len(ended) == 2
 
 
 def test_a_step_that_fails_leaves_the_weights_valid():
