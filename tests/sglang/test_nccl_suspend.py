@@ -140,7 +140,7 @@ def test_the_controller_makes_the_calls_if_the_option_is_set(option: bool, monke
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     monkeypatch.setattr(scheduler, "SglangWorker", lambda *args: MagicMock())
     for name in ("SglangAdapters", "runners_of", "SglangEngine", "EngineUpdates", "_engine_rank", "capabilities_of"):
-        monkeypatch.setattr(scheduler, name, lambda *args, **kwargs: None)
+        monkeypatch.setattr(scheduler, name, MagicMock())
     monkeypatch.setattr(scheduler, "Controller", controller)
     runner = SimpleNamespace(model=SimpleNamespace(named_parameters=dict))
     stand_in = SimpleNamespace(
