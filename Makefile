@@ -56,6 +56,10 @@ MARKED := not gpu and not long
 PROPERTIES := tests/conformance/test_schema_properties.py
 LONG_TESTS := $(patsubst %,tests/conformance/test_%.py,long_run serve turns)
 SUITE := tests/conformance $(addprefix --ignore ,$(LONG_TESTS) $(PROPERTIES))
+# What the adapter of an engine decides. The other rules are the server's and the trainer's, with any engine: in a run
+# of `make test` vLLM has them all, and in test-long SGLang too.
+ADAPTED := $(patsubst %,tests/conformance/test_%.py,sleep_wake modes faults updates freeze adapters admission handoff \
+	kept_weights weight_version trainer_faults loads_from_disk start_stale network metrics timeline)
 # The log of a part is printed whole, when the part ends; a part that fails does not keep the others from running.
 SIDE_BY_SIDE = $(MAKE) --no-print-directory --jobs=$(JOBS) --keep-going --output-sync=target
 # Most of the unit tests wait, for processes and for deadlines that must pass: two processes of them fill one core.
@@ -104,8 +108,8 @@ demo: env-$(ENGINE)
 	$(ENV_$(ENGINE))/bin/python -m integration.demo --engine $(ENGINE) $(if $(QUICK),--quick)
 
 # The longest first, so that no long one is left for the end.
-LONGEST_FIRST := test-vllm-own test-vllm-suite test-sglang-own test-sglang-suite test-sglang-tp test-unit test-sglang-kinds \
-	test-sglang-dp test-vllm-tp test-vllm-kinds test-vllm-dp test-vllm-demo test-trl test-ray-short
+LONGEST_FIRST := test-unit test-vllm-own test-sglang-own test-vllm-suite test-sglang-suite test-sglang-tp \
+	test-vllm-kinds test-sglang-kinds test-vllm-dp test-vllm-demo test-trl test-ray-short
 TESTED = $(PARTS_vllm) $(PARTS_sglang) test-trl test-ray-short test-unit
 test:
 	+$(SIDE_BY_SIDE) $(filter $(TESTED),$(LONGEST_FIRST)) $(filter-out $(LONGEST_FIRST),$(TESTED))
@@ -120,8 +124,8 @@ OWN_vllm := tests/vllm
 OWN_sglang := tests/sglang tests/trainers/test_slime_engine.py --ignore tests/sglang/test_weight_kinds.py
 
 # What only one version has is tested with that one.
-PARTS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-own test-vllm-kinds) test-vllm-suite test-vllm-tp test-vllm-dp \
-	$(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-demo)
+PARTS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-own test-vllm-kinds) test-vllm-suite test-vllm-dp \
+	$(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-demo,test-vllm-tp)
 
 test-vllm: $(PARTS_vllm)
 
@@ -142,7 +146,7 @@ test-vllm-demo: env-vllm
 	$(VLLM_ENV)/bin/python -m integration.demo --engine vllm --quick
 
 PARTS_sglang := $(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-own test-sglang-kinds) test-sglang-suite \
-	$(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-tp test-sglang-dp)
+	$(if $(filter $(SGLANG),$(SGLANG_CI)),test-sglang-tp)
 
 test-sglang: $(PARTS_sglang)
 
@@ -153,7 +157,8 @@ test-sglang-kinds: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine sglang
 
 test-sglang-suite: env-sglang
-	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) $(WITHOUT_ADAPTERS_sglang) --engine sglang --fork
+	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(filter-out $(if $(WITHOUT_ADAPTERS_sglang),$(ADAPTERS)),$(ADAPTED)) \
+		--engine sglang --fork
 
 test-sglang-tp test-sglang-dp: test-sglang-%: env-sglang
 	$(SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(call RANKS_SUITE_OF,sglang) --engine sglang --fork --$* 2
@@ -185,7 +190,8 @@ test-long-unit: env-vllm
 
 test-long-vllm-own test-long-sglang-own: test-long-%-own: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(OWN_$*)
-	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(SUITE) $(WITHOUT_ADAPTERS_$*) --engine $* --fork
+	$(ENV_$*)/bin/python -m pytest $(subst $(MARKED),not gpu,$(PYTEST_FLAGS)) $(SUITE) $(WITHOUT_ADAPTERS_$*) \
+		--engine $* --fork
 
 test-long-vllm-updates test-long-sglang-updates: test-long-%-updates: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(LONG_TESTS) --engine $*

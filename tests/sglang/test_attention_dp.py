@@ -122,6 +122,7 @@ def test_frozen_requests_of_both_ranks_go_on_under_new_weights(
     renew(server, folders[0])
 
 
+@pytest.mark.long
 def test_an_update_reaches_all_ranks(server: Server, folders: list[Path], first: list[list[int]]) -> None:
     renew(server, folders[1])
     assert answers(server) != first

@@ -466,6 +466,7 @@ def test_a_session_with_a_failed_update_ends_in_a_complete_one(server: Server, f
 # -- pause and continue -------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_continue_while_asleep_does_not_run(server: Server) -> None:
     """Stock: `continue_generation` runs the queued requests on released memory."""
     with server.generating(PROMPT, LONG) as request:
@@ -491,6 +492,7 @@ def test_in_place_pause_then_release(server: Server) -> None:
     assert len(server.kind.tokens(request.answer())) == LONG
 
 
+@pytest.mark.long
 def test_requests_paused_in_place_outlast_the_watchdog(server: Server) -> None:
     """Stock: a batch that is paused in place for longer than the watchdog waits is taken for a hang, killed."""
     with server.generating(PROMPT, LONG) as request:

@@ -22,6 +22,8 @@ from rl_memory_plugins.errors import StateConflictError, from_record
 from tests.sglang.conftest import OTHER_SEED, PROMPT, SEED
 from tests.sglang.test_native import native_update, post
 
+pytestmark = pytest.mark.long  # each engine is started for it
+
 STAND_IN = REPOSITORY / "tests" / "aids" / "mooncake_stand_in"
 LOADER = "tests.sglang.loaders.past_the_dispatcher"
 INFO = "/remote_instance_transfer_engine_info"
@@ -228,7 +230,6 @@ def test_a_loader_of_the_user_whose_writes_nobody_sees(seed: Server, others: Any
     assert seed.generate(PROMPT) == other_tokens
 
 
-@pytest.mark.long
 def test_a_new_instance_gets_the_weights_of_the_seed(
     seed: Server, others: Any, tmp_path: Path, tokens: list[int]
 ) -> None:

@@ -71,6 +71,7 @@ def test_an_update_ends_with_the_core(make: Callable[..., Any], update: Callable
         assert KILLED_AFTER_S <= child(update) < KILLED_AFTER_S + AT_ONCE_S
 
 
+@pytest.mark.long
 def test_a_server_with_a_dead_core_is_not_called_healthy(model_folder: Path, tmp_path: Path) -> None:
     """Stock: the same. The core dies in an update, when the status board says that the update runs."""
     launch = Launch(model_folder, options={"update_timeout_s": 600})

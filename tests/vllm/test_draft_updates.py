@@ -218,6 +218,7 @@ def renew_mtp(llm: Any, folder: str, level: int, whole: bool) -> tuple[Guesses, 
     return answer(llm), of_draft(llm), state_of_draft(llm)
 
 
+@pytest.mark.long
 def test_mtp_layers_come_with_the_checkpoint_of_the_target(tmp_path: Path) -> None:
     """Their experts are packed after loading, and the embedding and the output layer are the target's."""
     write = with_nextn_layer(KINDS["GLM-4-MoE"].write)

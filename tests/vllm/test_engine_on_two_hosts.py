@@ -24,10 +24,14 @@ from tests.vllm.calls import OTHER_SEED, PROMPT, SEED
 from tests.vllm.conftest import greedy
 from tests.vllm.hosts import started
 
-pytestmark = pytest.mark.skipif(not namespaces_work(), reason="this machine makes no network namespaces")
+# Two hosts in every run: tests/sglang/test_two_hosts.py, and of the trainer's test_two_hosts.py.
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not namespaces_work(), reason="this machine makes no network namespaces"),
+]
 
 
-@pytest.fixture(scope="module", params=["pp", pytest.param("tp", marks=pytest.mark.long)])
+@pytest.fixture(scope="module", params=["pp", "tp"])
 def server(
     request: pytest.FixtureRequest, hosts: TwoHosts, hidden: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -51,7 +55,6 @@ def update(server: Server, model: Any, hosts: TwoHosts, hidden: Path, **options:
     return server.control.update_weights(model, **given)
 
 
-@pytest.mark.long
 def test_a_host_without_the_plugin_ends_the_start(hosts: TwoHosts, hidden: Path, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny", SHAPES["tiny"], seed=SEED)
     launch = Launch(folder, pp=2, forked=True, kv_bytes=64 << 20)

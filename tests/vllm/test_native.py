@@ -218,6 +218,7 @@ def test_the_cache_wakes_before_discarded_weights(server: Server, model_folder: 
     assert server.generate(PROMPT) == other_tokens
 
 
+@pytest.mark.long
 def test_a_wake_while_a_sleep_waits(server: Server, first_tokens: list[int]) -> None:
     """Hazard 11. Stock: the wake unpauses, and the pause's callback later puts a serving engine to sleep."""
     with server.generating(PROMPT, 900) as request:

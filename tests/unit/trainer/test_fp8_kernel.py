@@ -73,6 +73,7 @@ def readable(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(weight.abs() < least, 0, weight) if weight.dtype is torch.bfloat16 else weight
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(
     dtype=st.sampled_from(list(BITS)),
