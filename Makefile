@@ -111,7 +111,9 @@ demo: env-$(ENGINE)
 LONGEST_FIRST := test-unit test-vllm-own test-sglang-own test-vllm-suite test-sglang-suite test-sglang-tp \
 	test-vllm-kinds test-sglang-kinds test-vllm-dp test-vllm-demo test-trl test-ray-short
 TESTED = $(PARTS_vllm) $(PARTS_sglang) test-trl test-ray-short test-unit
+# The environments before: else a part whose environment is there would begin in place of a longer one.
 test:
+	+$(SIDE_BY_SIDE) env-vllm env-sglang env-trainers
 	+$(SIDE_BY_SIDE) $(filter $(TESTED),$(LONGEST_FIRST)) $(filter-out $(LONGEST_FIRST),$(TESTED))
 
 test-unit: env-vllm
