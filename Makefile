@@ -192,7 +192,7 @@ test-long-unit: env-vllm
 
 test-long-vllm-own test-long-sglang-own: test-long-%-own: env-%
 	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) $(OWN_$*)
-	$(ENV_$*)/bin/python -m pytest $(subst $(MARKED),not gpu,$(PYTEST_FLAGS)) $(SUITE) $(WITHOUT_ADAPTERS_$*) \
+	$(ENV_$*)/bin/python -m pytest $(PYTEST_FLAGS) -m "not gpu" $(SUITE) $(WITHOUT_ADAPTERS_$*) \
 		--engine $* --fork
 
 test-long-vllm-updates test-long-sglang-updates: test-long-%-updates: env-%

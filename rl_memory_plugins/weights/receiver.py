@@ -82,12 +82,13 @@ class WeightReceiver:
             StateConflictError: the weights are asleep, or the update is partial and the weights are not valid.
             WeightUpdateError: the trainer stalled, disconnected or gave up; or the engine's loader failed.
         """
-        end_step = _once(self.before_writing if loader is None else None)
+        end_step = None if self.before_writing is None or loader is not None else _once(self.before_writing)
         try:
             return self._receive(endpoints, token, timeout_s, loader, end_step)
         except BaseException:
-            with suppress(Exception):
-                end_step()
+            if end_step is not None:
+                with suppress(Exception):
+                    end_step()
             raise
 
     def _receive(
@@ -96,7 +97,7 @@ class WeightReceiver:
         token: str,
         timeout_s: float,
         loader: ModelLoader | None,
-        before_writing: Callable[[], None],
+        before_writing: Callable[[], None] | None,
     ) -> dict[str, Any]:
         self._manager.require_writable()
         session = Session(
@@ -195,7 +196,7 @@ class WeightReceiver:
         return identity(parameters, self._manager.device)
 
 
-def _once(call: Callable[[], None] | None) -> Callable[[], None]:
-    """A call that is made once, also if it fails; nothing for `None`."""
-    calls = [] if call is None else [call]
+def _once(call: Callable[[], None]) -> Callable[[], None]:
+    """A call that is made once, also if it fails."""
+    calls = [call]
     return lambda: calls.pop()() if calls else None

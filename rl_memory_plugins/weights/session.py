@@ -54,7 +54,7 @@ class Session:
     timeout_s: float
     check_finite: bool
     dial: Callable[[Sequence[str], bool], wire.Connection]
-    before_writing: Callable[[], None]
+    before_writing: Callable[[], None] | None
     is_held: bool = field(default=False, init=False)
     seconds: Steps = field(default_factory=Steps, init=False)
 
@@ -83,8 +83,9 @@ class Session:
         try:
             cuts = bool(offer.buffer.get("slices"))
             plan = self._validate(connection, offer.manifest, expected, cuts=cuts)
-            with timed(self.seconds, "drain"):
-                self.before_writing()
+            if self.before_writing is not None:
+                with timed(self.seconds, "drain"):
+                    self.before_writing()
             if isinstance(self._buffer, CommunicatedAttached):
                 with timed(self.seconds, "connect"):
                     self._buffer.look_ahead()

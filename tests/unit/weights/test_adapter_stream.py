@@ -88,6 +88,7 @@ def test_the_tensors_arrive_whole_and_the_weights_stay():
     (report,) = sent.reports
     assert report["bytes"] == sum(tensor.nbytes for tensor in TENSORS.values())
     assert {"connect", "validate", "load", "add"} <= report["seconds"].keys()
+    assert "drain" not in report["seconds"]
     rank.model.assert_unchanged(before)
     assert rank.manager.content is Content.VALID and rank.manager.epoch == 0
 
