@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import statistics
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from integration.engines.ports import reserve_port
 from integration.json_process import Child, serve
 from integration.step_trainer import Trainer, way
 from integration.timeline import SAMPLE_EVERY_S
@@ -122,7 +122,8 @@ class Ranks:
         self._board = board_of(board, count)
         self._pool = ThreadPoolExecutor(count)
         words = (str(folder), device, subject, engine, url, dtype, str(board))
-        shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(count)}
+        self._reservation, port = reserve_port()
+        shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
         shared |= {"OMP_WAIT_POLICY": "passive", "GLOO_SOCKET_IFNAME": "lo"}
 
         def start(rank: int) -> Child:
@@ -138,6 +139,7 @@ class Ranks:
             for child in self._children:
                 stack.callback(child.close)
         self._pool.shutdown()
+        self._reservation.close()
 
     def begin(self) -> list[tuple[float, float]]:
         """Measure the link of each GPU, and make the memories. Returns: bytes per second to each GPU and back."""
@@ -189,12 +191,6 @@ class Ranks:
 
 def board_of(file: Path, ranks: int) -> torch.Tensor:
     return torch.from_file(str(file), shared=True, size=ranks, dtype=torch.int64)
-
-
-def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 if __name__ == "__main__":

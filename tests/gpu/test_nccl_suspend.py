@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import socket
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from processes import run
 
+from integration.engines.ports import reserve_port
 from rl_memory_plugins.memory import nccl
 
 MiB = 1 << 20
@@ -70,16 +70,14 @@ def cycles(communicators, reduce, number):
 
 def of_both_ranks(code: str) -> list[dict]:
     """Run the code in a process for each of two GPUs. Returns what each prints last, as JSON."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    reservation, port = reserve_port()
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NCCL_GRAPH_REGISTER": "0"}
     end = "\ndist.barrier(gloo)\ndist.destroy_process_group()\nprint(json.dumps(result), flush=True)\n"
 
     def one(rank: int) -> dict:
         return json.loads(run(START + code + end, timeout=300, RANK=str(rank), **address).splitlines()[-1])
 
-    with ThreadPoolExecutor(2) as pool:
+    with reservation, ThreadPoolExecutor(2) as pool:
         results = list(pool.map(one, range(2)))
     print(json.dumps(results))
     return results

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -19,6 +18,7 @@ from test_served_engine import interpreter
 from typer.testing import CliRunner
 
 from integration.engines.base import REPOSITORY
+from integration.engines.ports import reserve_port
 from integration.waiting import wait_until
 from rl_memory_plugins import cli
 from rl_memory_plugins.serve import command
@@ -30,11 +30,9 @@ class Running:
 
     def __init__(self, folder: Path, before: tuple[str, ...] = ()) -> None:
         self.folders = [folder / name for name in ("a", "b")]
-        with ExitStack() as stack:
-            probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-            self.port, *own = (probe.getsockname()[1] for probe in probes)
+        self.reservation, self.port = reserve_port()
         entries = []
-        for one, port in zip(self.folders, own, strict=True):
+        for port, one in enumerate(self.folders, self.port + 1):
             one.mkdir()
             (one / "sleeps").touch()
             python = interpreter(one)
@@ -74,6 +72,7 @@ def running(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Running]
         with suppress(ProcessLookupError):
             running.process.terminate()
         running.process.wait(60)
+        running.reservation.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -17,6 +16,7 @@ import psutil
 import pytest
 from helpers import until
 
+from integration.engines.ports import reserve_port
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import EngineAsleepError, EngineLostError
 from rl_memory_plugins.serve import engine as engine_module
@@ -38,8 +38,7 @@ def interpreter(folder: Path) -> str:
 def run(
     folder: Path, scenario: Callable[[ServedEngine], Coroutine[Any, Any, None]], key: str = "", **entry: Any
 ) -> ServedEngine:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    reservation, port = reserve_port()
     given = {"name": "a", "engine": "vllm", "model": "m", "python": interpreter(folder), **entry}
 
     async def main() -> ServedEngine:
@@ -51,7 +50,8 @@ def run(
                 await engine.stop()
             return engine
 
-    return asyncio.run(main())
+    with reservation:
+        return asyncio.run(main())
 
 
 def test_it_is_started_as_the_file_says(tmp_path: Path) -> None:
