@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -107,6 +108,7 @@ def _runs(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
     return starts, run * itemsize
 
 
-def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache  # thousands of tensors have few shapes
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides, in elements, of a contiguous tensor."""
     return tuple(itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1))[::-1] if shape else ()

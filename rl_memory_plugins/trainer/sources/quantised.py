@@ -98,22 +98,27 @@ class QuantisedSource:
     def specs(self) -> list[TensorSpec]:
         """See `TensorSource`."""
         found: list[TensorSpec] = []
+        made: dict[tuple[Any, str], list[tuple[str, str, tuple[int, ...]]]] = {}  # thousands of weights have few shapes
         for spec in self._source.specs():
-            if spec.name in self._weights:
-                found += self._made_of(spec)
-            else:
+            if spec.name not in self._weights:
                 found.append(spec)
+                continue
+            alike = (spec.shape, spec.dtype)
+            if alike not in made:
+                made[alike] = self._made_of(spec)
+            base = spec.name.removesuffix("weight")
+            found += [TensorSpec(base + part, dtype, shape) for part, dtype, shape in made[alike]]
         self._is_stable = is_stable(self._source)  # now the source has listed its tensors
         return found
 
-    def _made_of(self, spec: TensorSpec) -> list[TensorSpec]:
+    def _made_of(self, spec: TensorSpec) -> list[tuple[str, str, tuple[int, ...]]]:
+        """The last part of the name, dtype and shape of each tensor that is made of such a weight."""
         try:
             layout = self._format.layout(spec.shape, getattr(torch, spec.dtype))
         except InvalidRequestError as error:
             raise InvalidRequestError(f"{spec.name} cannot be quantised: {error}", name=spec.name) from error
         self._parts |= layout.keys()
-        base = spec.name.removesuffix("weight")
-        return [TensorSpec(f"{base}{part}", name_of(dtype), shape) for part, (dtype, shape) in layout.items()]
+        return [(part, name_of(dtype), shape) for part, (dtype, shape) in layout.items()]
 
     @property
     def stable(self) -> bool:
