@@ -87,6 +87,29 @@ def test_the_rest_of_a_half_computed_prompt_is_not_found_either(cache: Cache, do
     assert cache.compute(cache.request("new"), BLOCK) == len(PROMPT) - BLOCK, "what the waiting one computed"
 
 
+@pytest.mark.parametrize("freezes", [1, 2])
+@pytest.mark.parametrize("tokens", [1, 5, BLOCK - 1])
+def test_a_request_without_a_whole_block_is_not_found_either(cache: Cache, tokens: int, freezes: int) -> None:
+    running = cache.request("running", PROMPT[:tokens])
+    cache.compute(running, tokens)
+    for _ in range(freezes):
+        forget_prefixes(cache.core)
+    cache.generate(running, 3 * BLOCK)
+    later = cache.request("later", PROMPT[:tokens] + list(range(3 * BLOCK)))
+    assert cache.compute(later, BLOCK) == 0
+
+
+def test_requests_of_two_tenants_stay_apart(cache: Cache) -> None:
+    running = [cache.request(name, PROMPT[:5]) for name in ("a", "b")]
+    for request in running:
+        request.cache_salt = request.request_id
+        cache.compute(request, 5)
+    forget_prefixes(cache.core)
+    for request in running:
+        cache.generate(request, BLOCK)
+    assert running[0].block_hashes != running[1].block_hashes
+
+
 def test_a_preempted_request_is_computed_by_the_new_weights_alone(cache: Cache) -> None:
     running = cache.request("running")
     cache.compute(running, len(PROMPT))

@@ -540,6 +540,40 @@ def test_a_session_that_waits_for_input_stands_in_nobody_s_way(
     assert engine(ask) == first_tokens
 
 
+async def session_ahead(engine: Any, folder: Path, act: str) -> list[str]:
+    """A request whose next inputs are there before the engine has answered the former ones."""
+    from vllm import SamplingParams
+    from vllm.engine.protocol import StreamingInput
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+
+    async def inputs() -> Any:
+        for _ in range(120):
+            yield StreamingInput(prompt={"prompt_token_ids": [*PROMPT]}, sampling_params=params)
+
+    reasons: list[str] = []
+    asking = asyncio.create_task(_reasons(engine.generate(inputs(), params, f"s{next(NUMBERS)}"), reasons))
+    while "length" not in reasons:
+        await asyncio.sleep(0)
+    if act == "update":
+        await push_async(engine, new_model(folder, SEED))
+    else:
+        await engine.sleep(1, mode=act)
+        await engine.wake_up()
+    await asyncio.wait_for(asking, 60)
+    return reasons
+
+
+@pytest.mark.parametrize("act", ["update", "keep"])
+def test_a_session_that_is_ahead_stands_in_nobody_s_way(
+    engine: Child, model_folder: Path, first_tokens: list[int], act: str
+) -> None:
+    """Between two of its parts it holds KV cache and is not scheduled: vLLM fails to reset its prefix cache."""
+    assert engine(session_ahead, model_folder, act)[-1] == "abort"
+    assert engine(ask) == first_tokens
+
+
 async def leave_early(engine: Any) -> int:
     """A consumer that stops listening ends its request in the engine at once, as without the plugin."""
     from vllm import SamplingParams

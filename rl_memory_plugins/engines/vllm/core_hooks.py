@@ -276,11 +276,15 @@ def _hand_out(core: Any, outputs: list[dict[int, Any]]) -> None:
 
 
 def _end_idle_sessions(core: Any) -> None:
-    """End requests that stream their input and wait for more. They hold KV cache and cannot be computed again."""
+    """End requests that stream their input and stand between two parts of it: they wait for the next part, or have it
+    and are not scheduled yet. They hold KV cache, which vLLM frees of scheduled requests only."""
     from vllm.v1.request import RequestStatus
 
-    waiting = RequestStatus.WAITING_FOR_STREAMING_REQ
-    idle = [number for number, request in core.scheduler.requests.items() if request.status is waiting]
+    def is_idle(request: Any) -> bool:
+        queued = request.status is RequestStatus.WAITING and request.num_computed_tokens > 0
+        return queued or request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+
+    idle = [number for number, request in core.scheduler.requests.items() if is_idle(request)]
     if idle:
         ended = core.scheduler.finish_requests(idle, RequestStatus.FINISHED_ABORTED)
         if _is_in_caller(core):
