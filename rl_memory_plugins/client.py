@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import httpx
 
+from rl_memory_plugins.api_keys import usable_key
 from rl_memory_plugins.errors import (
     AuthenticationError,
-    InvalidRequestError,
     NoAnswerError,
     RLMemoryError,
     UnsupportedError,
@@ -41,8 +41,8 @@ def http_client(
     to close the connection. `max_keepalive_connections=0` would let one thread close the connection of another.
     """
     headers = {"Connection": "close"}
-    if api_key:
-        headers["Authorization"] = f"Bearer {api_key}"
+    if key := usable_key(api_key):
+        headers["Authorization"] = f"Bearer {key}"
     return httpx.Client(
         base_url=url,
         headers=headers,
@@ -89,8 +89,6 @@ class EngineClient:
             self._http = http_client(self.url, api_key, httpx.Timeout(None, connect=CONNECT_S), transport)
         except httpx.InvalidURL as error:
             raise RLMemoryError(f"cannot reach {url}: {error}") from None
-        except UnicodeEncodeError:
-            raise InvalidRequestError("the API key has characters that no HTTP header can hold") from None
 
     def __enter__(self) -> EngineClient:
         return self

@@ -106,11 +106,13 @@ class Allocator(Protocol):
     Attributes:
         device: The device that holds the blocks.
         maps_zeroed: Whether newly mapped memory reads as zeros.
+        keeps_freed: Whether the memory of a tensor that has ended stays until `free_unused` or a later region.
     """
 
     name: str
     device: Device
     maps_zeroed: bool
+    keeps_freed: bool = False
 
     def region(self, tag: str) -> AbstractContextManager[None]:
         """Allocations of this thread inside the context belong to `tag`. Regions nest; the inner region wins."""

@@ -32,7 +32,7 @@ from rl_memory_plugins.memory.allocator import Allocator, Block, too_little_for_
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_driver import Driver, address_of_function
 from rl_memory_plugins.memory.interrupts import to_its_end
-from rl_memory_plugins.memory.regions import RegionStack, keep_forever
+from rl_memory_plugins.memory.regions import keep_forever, regions_of
 from rl_memory_plugins.memory.residual import ResidualMemory
 from rl_memory_plugins.memory.segments import Segments, pool_key
 from rl_memory_plugins.memory.torch_settings import missing_symbols, set_torch_option, torch_options
@@ -72,6 +72,7 @@ class CudaVmmAllocator(Allocator):
     """
 
     name = "vmm"
+    keeps_freed = True
     maps_zeroed = True  # NVIDIA's driver scrubs freed memory; this is undocumented, and tests/gpu checks it
 
     def __init__(self, index: int, margin_bytes: int = 0) -> None:
@@ -87,10 +88,8 @@ class CudaVmmAllocator(Allocator):
         self._graph_pools: dict[str, torch.cuda.MemPool] = {}
         self._holds: dict[str, int] = defaultdict(int)
         self._segments = Segments(index)
-        self._regions = RegionStack()
-        self._region_lock = threading.Lock()  # guards the two below
-        self._open_regions = 0
-        self._known_unused: dict[str, list[Block]] = {}
+        self._regions = regions_of(index)
+        self._known_unused: dict[str, list[Block]] = {}  # guarded by their lock
         self._residual = ResidualMemory(index)
         self._allocators_lock = threading.Lock()  # guards the next
         self._torch_allocators: dict[str, tuple[Any, Any]] = {}  # with the callbacks, which must live as long
@@ -104,8 +103,8 @@ class CudaVmmAllocator(Allocator):
     def region(self, tag: str) -> Iterator[None]:
         """See `Allocator.region`. A CUDA graph that is captured inside uses its own pool, unless the capture names
         `pool_id(tag)`."""
-        with self._region_lock:
-            self._open_regions += 1
+        with self._regions.lock:
+            self._regions.open += 1
             self._known_unused.clear()
         try:
             with self._lock:
@@ -113,13 +112,13 @@ class CudaVmmAllocator(Allocator):
             if pool is None:
                 pool = self._new_pool(tag)
             try:
-                with self._regions.enter(lambda: torch.cuda.use_mem_pool(pool, self.index)):
+                with self._regions.stack.enter(lambda: torch.cuda.use_mem_pool(pool, self.index)):
                     yield
             finally:
                 self._return_pool(tag, pool)
         finally:
-            with self._region_lock:
-                self._open_regions -= 1
+            with self._regions.lock:
+                self._regions.open -= 1
 
     def pool_id(self, tag: str = Tag.CUDA_GRAPH) -> tuple[int, int]:
         """The identifier of a pool for `torch.cuda.graph(pool=…)`. Its memory belongs to `tag`.
@@ -186,8 +185,8 @@ class CudaVmmAllocator(Allocator):
         torch aborts the process if a pool is destroyed while allocations are directed to any pool. So this method runs
         only between sleep and wake, when no graph is captured, and while no region is open.
         """
-        with self._region_lock:
-            if self._open_regions:
+        with self._regions.lock:
+            if self._regions.open:
                 return
             with self._lock:
                 retired, self._retired_pools[tag] = self._retired_pools[tag], []
@@ -238,13 +237,13 @@ class CudaVmmAllocator(Allocator):
     def unused(self, tag: str) -> list[Block]:
         """See `Allocator.unused`. The result is cached until a region opens: a snapshot takes milliseconds, and these
         pools get new tensors only in regions."""
-        with self._region_lock:
+        with self._regions.lock:
             if tag in self._known_unused:
                 return self._known_unused[tag]
             with self._lock:
                 pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not the pools of open regions
             unused = [block for segment in self._segments.of(pools) for block in segment.unused]
-            if not self._open_regions:
+            if not self._regions.open:
                 self._known_unused[tag] = unused
             return unused
 

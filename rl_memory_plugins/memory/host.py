@@ -79,6 +79,10 @@ class _Entry:
         return torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
 
 
+_open = threading.local()
+"""`regions`: the open regions of the thread, each as allocator and tag. Those of several allocators may be nested."""
+
+
 class HostAllocator(Allocator):
     """Pausable regions of CPU tensors. A block is a part of one tensor's storage, so no block has unused parts.
 
@@ -95,26 +99,25 @@ class HostAllocator(Allocator):
         self._margin_bytes = margin_bytes
         self._entries: dict[int, _Entry] = {}  # by the storage's identity
         self._lock = threading.RLock()
-        self._local = threading.local()
 
     @contextmanager
     def region(self, tag: str) -> Iterator[None]:
-        tags: list[str] = self._local.__dict__.setdefault("tags", [])
+        regions: list[tuple[HostAllocator, str]] = _open.__dict__.setdefault("regions", [])
         # One recorder for each thread: of nested recorders each would see every operator, the outer first.
-        recorder = nullcontext() if tags else _Recorder(self)
-        tags.append(tag)
+        recorder = nullcontext() if regions else _Recorder()
+        regions.append((self, tag))
         try:
             with recorder:
                 yield
         finally:
-            tags.pop()
+            regions.pop()
 
     def adopt(self, tag: str, tensors: Iterable[Any]) -> None:
         """Assign the storages of existing CPU tensors to `tag`."""
         for tensor in tensors:
             storage = _cpu_storage(tensor)
             if storage is not None:
-                self._record(storage, tag)
+                self._record(storage, tag, anew=True)
 
     def extents(self, tag: str) -> list[Block]:
         with self._lock:
@@ -158,12 +161,13 @@ class HostAllocator(Allocator):
                     raise out_of_device_memory(message, free, needed=needed, margin=margin) from error
             return reservation
 
-    def _record(self, storage: Any, tag: str | None = None) -> None:
+    def _record(self, storage: Any, tag: str, *, anew: bool = False) -> None:
+        """Assign a storage to a tag; with `anew` also one that has another tag."""
         with self._lock:
             entry = self._entries.get(storage._cdata)
             if entry is None:
-                self._entries[storage._cdata] = _Entry(storage, tag or self._local.tags[-1])
-            elif tag is not None:
+                self._entries[storage._cdata] = _Entry(storage, tag)
+            elif anew:
                 entry.tag = tag
 
     def _live(self, tag: str) -> list[tuple[Any, _Entry, Block]]:
@@ -209,20 +213,18 @@ class HostReservation:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """Records the storages that operators create, and not the storages of their arguments."""
-
-    def __init__(self, allocator: HostAllocator) -> None:
-        super().__init__()
-        self._allocator = allocator
+    """Records the storages that operators create, in the innermost open region of the thread, and not the storages of
+    their arguments."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         # lift_fresh is the only operator that sees the new tensor of torch.tensor(), as an argument.
         seen = set() if func is torch.ops.aten.lift_fresh.default else _storages((args, kwargs)).keys()
+        allocator, tag = _open.regions[-1]
         for identity, storage in _storages(result).items():
             if identity not in seen and storage.resizable():  # torch does not own the memory of others
-                self._allocator._record(storage)
+                allocator._record(storage, tag)
         return result
 
 

@@ -41,6 +41,32 @@ class RegionStack(threading.local):
                     self._active.enter_context(self._open[-1]())
 
 
+class DeviceRegions:
+    """The open regions of all allocators of one GPU.
+
+    torch directs a thread's allocations by device, and so do the regions: that of one allocator may be open inside that
+    of another. And it aborts the process if a pool is destroyed while any region of the device is open.
+
+    Attributes:
+        stack: The regions of this thread.
+        lock: Guards `open`. Held while a pool is destroyed.
+        open: How many regions are open, in all threads.
+    """
+
+    def __init__(self) -> None:
+        self.stack = RegionStack()
+        self.lock = threading.Lock()
+        self.open = 0
+
+
+_devices: dict[int, DeviceRegions] = {}
+
+
+def regions_of(index: int) -> DeviceRegions:
+    """Those of the GPU with this ordinal of torch."""
+    return _devices.setdefault(index, DeviceRegions())
+
+
 def keep_forever(thing: object) -> None:
     """Keep an object alive through the interpreter's shutdown, which drops the globals of modules."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))

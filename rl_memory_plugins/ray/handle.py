@@ -16,7 +16,7 @@ from rl_memory_plugins.trace_context import outgoing
 
 with needs("ray"):
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError
+    from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 
 REQUESTS = "requests"
@@ -117,7 +117,7 @@ class EngineActorHandle(EngineClient):
         """The result of a call of the actor.
 
         Raises:
-            EngineLostError: the actor died before it answered.
+            EngineLostError: the actor died before it answered, or Ray cannot place it or set up its environment.
             NoAnswerError: it gave no answer in time.
         """
         try:
@@ -130,6 +130,13 @@ class EngineActorHandle(EngineClient):
             raise NoAnswerError(
                 f"no answer from engine {self.number} within {timeout_s:g} s: the call may be carried out yet",
                 timeout_s=timeout_s,
+                engine=self.number,
+            ) from None
+        except RayTaskError:
+            raise  # the actor's own code has failed: its traceback says where
+        except RayError as error:
+            raise EngineLostError(
+                f"the actor of engine {self.number} cannot run ({type(error).__name__}): {error}".strip(),
                 engine=self.number,
             ) from None
 

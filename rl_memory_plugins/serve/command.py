@@ -32,10 +32,11 @@ def serve_file(
     missing = [module for module in NEEDED if importlib.util.find_spec(module) is None]
     if missing:
         raise UnsupportedError(f"{', '.join(missing)} not installed: pip install 'rl_memory_plugins[serve]'")
+    from rl_memory_plugins.api_keys import usable_key
     from rl_memory_plugins.serve.configuration import read
     from rl_memory_plugins.serve.running import run
 
-    found = read(Path(str(context.info_name)), port)
+    found, key = read(Path(str(context.info_name)), port), usable_key(api_key)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s rl-memory serve: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)  # says each request
-    asyncio.run(run(found, host, port, api_key))
+    asyncio.run(run(found, host, port, key))

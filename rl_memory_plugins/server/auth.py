@@ -42,11 +42,11 @@ class ControlAuth:
       in `Host`, which then names that site.
 
     Args:
-        keys: The engine's admin or API keys; empty ones do not count.
+        keys: The engine's admin or API keys; empty ones do not count, nor do spaces and line breaks around a key.
     """
 
     def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = [_digest(key.encode()) for key in keys if key]
+        self._digests = [_digest(key.strip().encode()) for key in keys if key.strip()]
 
     @property
     def has_key(self) -> bool:

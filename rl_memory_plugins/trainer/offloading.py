@@ -26,6 +26,7 @@ from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.pinned import PinnedArena
+from rl_memory_plugins.trainer.closed_memories import free_closed
 from rl_memory_plugins.trainer.held_tensors import (
     Target,
     check_target,
@@ -207,6 +208,7 @@ class Offloader:
         self._storages.update(storages)
         for storage in storages:
             storage.resize_(0)
+        free_closed()
         return Moved(sum(copy.content.nbytes for copy in copies.values()), time.perf_counter() - start)
 
     def load(self) -> Moved:

@@ -24,10 +24,11 @@ from rl_memory_plugins.memory.transitions import TRIM_THRESHOLD_BYTES
 from rl_memory_plugins.records import Report, TagChange, TagStatus
 from rl_memory_plugins.tags import Level
 from rl_memory_plugins.timing import timed
+from rl_memory_plugins.trainer.closed_memories import note_closed
 from rl_memory_plugins.trainer.pausable_part import PausablePart
 from rl_memory_plugins.trainer.pausable_tensors import PausableTensors, Pending
 from rl_memory_plugins.trainer.sleepers import await_leaving, sleepers
-from rl_memory_plugins.trainer.targets import GRADIENTS, names_of
+from rl_memory_plugins.trainer.targets import GRADIENTS, Targets, names_of
 
 logger = logging.getLogger(__name__)
 
@@ -375,9 +376,10 @@ class PausableMemory(PausableTensors):
     def close(self) -> None:
         """Wake all tags, and free the host memory and all device memory without a tensor.
 
-        Tensors stay as they are, and other memories and Offloaders may take them. This memory takes no more calls.
-        Capture no CUDA graph meanwhile, and leave all regions first. While tags sleep, all ranks of the process groups
-        close together, because they wake together. While everything is awake, a rank closes by itself.
+        Tensors stay as they are, and other memories and Offloaders may take them. The device memory of those that end
+        later is freed when another memory adopts tensors or sleeps, or an Offloader offloads. This memory takes no more
+        calls. Capture no CUDA graph meanwhile, and leave all regions first. While tags sleep, all ranks of the process
+        groups close together, because they wake together. While everything is awake, a rank closes by itself.
 
         Raises:
             DeviceMemoryError: as for `wake`.
@@ -394,5 +396,7 @@ class PausableMemory(PausableTensors):
             for tag in self._manager.tags:
                 self._allocator.free_unused(tag)
             self._hooks.remove()
+            self._targets = Targets(gradients=False)  # it keeps none of them from now on
             self._closed = True
+            note_closed(self._allocator, self._manager.tags)
             sleepers.discard(self)

@@ -20,6 +20,7 @@ from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.memory.threads import Beside
 from rl_memory_plugins.records import TagChange
+from rl_memory_plugins.trainer.closed_memories import free_closed
 from rl_memory_plugins.trainer.first_step import FirstSteps
 from rl_memory_plugins.trainer.gpu import is_capturing, with_index
 from rl_memory_plugins.trainer.held_tensors import Target
@@ -171,6 +172,7 @@ class PausableTensors:
         for tag, tensors in new.items():
             self._manager.add_tag(tag)
             self._allocator.adopt(tag, tensors)
+        free_closed()
         self._prepare()
 
     def owned(self) -> Callable[[int], bool]:

@@ -154,10 +154,14 @@ class EngineCall:
         except RuntimeError as error:  # this process cannot start more threads
             self._fail(error)
 
-    def finish(self, timeout_s: float) -> RLMemoryError | None:
-        """Wait for the answer. Returns the error of the request, or a `WeightUpdateError` after `timeout_s` seconds."""
+    def finish(self, timeout_s: float, deadline: wire.Deadline | None = None) -> RLMemoryError | None:
+        """Wait for the answer. Returns the error of the request, or a `WeightUpdateError` after `timeout_s` seconds.
+
+        Args:
+            deadline: When these seconds are over, if they have begun before.
+        """
         if self._thread.ident is not None:
-            self._thread.join(timeout_s)
+            self._thread.join(timeout_s if deadline is None else deadline.remaining())
         if self._thread.is_alive():
             return WeightUpdateError(f"the engine did not answer within {timeout_s:g} s", reason="stalled")
         error, self._error = self._error, None  # the error's traceback refers to this object

@@ -16,6 +16,7 @@ from rl_memory_plugins.memory.adoption import bytes_of
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.ranges import merge
+from rl_memory_plugins.trainer.closed_memories import note_closed
 
 if TYPE_CHECKING:
     from rl_memory_plugins.memory.manager import MemoryManager
@@ -84,6 +85,7 @@ class SleepingContent:
 
         The garbage collector may call this in any thread, also in those that the arena waits for or that hold a lock.
         """
+        note_closed(self._allocator, self._manager.tags)
         try:
             threading.Thread(target=self._close, name="rl-memory-close").start()
         except RuntimeError:  # no more threads can be started: `forget_ended` tries again

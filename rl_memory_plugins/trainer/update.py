@@ -26,6 +26,7 @@ from rl_memory_plugins.weights.addresses import Endpoints
 from rl_memory_plugins.weights.answers import Findings, of_senders
 from rl_memory_plugins.weights.buffers import SENT
 from rl_memory_plugins.weights.division import Division, Need, Share, decide
+from rl_memory_plugins.weights.doors import without_ports
 from rl_memory_plugins.weights.manifest import Manifest, manifest_error
 from rl_memory_plugins.weights.overrides import as_sharded
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S, WeightSender
@@ -175,7 +176,8 @@ def push_from_all(
     finally:
         if sender is not None:
             sender.close()
-    errors = [call.finish(wait_s) for call in calls]
+    deadline = wire.Deadline(wait_s)  # of all: several engines that say nothing do not wait for each other
+    errors = [call.finish(wait_s, deadline) for call in calls]
     failure = most_specific([failure, *errors])
     try:
         outcomes = outcomes_of(engines, errors, peers.rank)
@@ -218,6 +220,8 @@ def require_options(options: Mapping[str, Any]) -> None:
         )
     of_sender = options.keys() - of_update
     sender = {name: options[name] for name in of_sender if options[name] is not None}
+    if "advertise" in sender:  # a port may be in use now: by an update, or by another process that checks its options
+        sender["advertise"] = without_ports(sender["advertise"])
     WeightSender(**sender).close()
 
 

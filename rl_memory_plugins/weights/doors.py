@@ -127,6 +127,15 @@ def _targets(advertise: Advertise | None) -> list[tuple[str, int]]:
     return [target for entry in entries for target in _targets_of(entry)]
 
 
+def without_ports(advertise: Advertise | None) -> list[str]:
+    """The addresses that `advertise` names, for any free ports.
+
+    Raises:
+        InvalidRequestError: see `_targets`.
+    """
+    return [host for host, _ in _targets(advertise)]
+
+
 def _targets_of(entry: str) -> list[tuple[str, int]]:
     try:
         return [(_usable(entry, entry), 0)]  # before the port: an IPv6 address has colons of its own

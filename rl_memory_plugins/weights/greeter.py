@@ -17,7 +17,8 @@ HELLO_S = 10.0
 """How long a stranger may take for its `Hello`, TLS included."""
 
 MAX_STRANGERS = 64
-"""Connections without a `Hello` at a time. A further one ends the oldest, so that silent ones lock no rank out."""
+"""Connections without a `Hello` at a time, beside as many as there are ranks to come. A further one ends the oldest, so
+that silent ones lock no rank out."""
 
 
 class Greeter:
@@ -27,10 +28,12 @@ class Greeter:
 
     Args:
         prepare: Prepares an accepted connection; see `Doors.prepare`.
+        ranks: How many ranks are to come: all of them may greet at a time.
     """
 
-    def __init__(self, prepare: Callable[[socket.socket], socket.socket]) -> None:
+    def __init__(self, prepare: Callable[[socket.socket], socket.socket], ranks: int) -> None:
         self._prepare = prepare
+        self.ranks = ranks
         self._greeted: queue.SimpleQueue[tuple[wire.Connection, wire.Hello]] = queue.SimpleQueue()
         self._signal, self._waiting = socket.socketpair()
         self._waiting.setblocking(False)
@@ -45,7 +48,7 @@ class Greeter:
         sock.settimeout(HELLO_S)
         thread = threading.Thread(target=self._greet, args=(sock,), name="rl-memory-greeter", daemon=True)
         with self._lock:
-            if len(self._strangers) >= MAX_STRANGERS:
+            if len(self._strangers) >= MAX_STRANGERS + self.ranks:
                 _end(self._strangers.pop(next(iter(self._strangers))))
             with contextlib.suppress(RuntimeError):  # this process cannot start more threads
                 thread.start()

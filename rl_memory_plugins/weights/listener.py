@@ -52,7 +52,7 @@ class Listener:
         self._numbers: set[int] | None = None  # of ranks that may connect besides
         self._doors = Doors(self._count + 128, directory=directory, advertise=advertise, local=local, tls=tls)
         try:
-            self._greeter = Greeter(self._doors.prepare)
+            self._greeter = Greeter(self._doors.prepare, self._count)
             self._cancel_sender, self._cancel_receiver = socket.socketpair()
         except OSError as error:  # this process can open no more files
             self._doors.close()
@@ -66,6 +66,7 @@ class Listener:
         """Let ranks connect that other processes serve. Each says its number."""
         self._numbers = set(numbers)
         self._count += len(self._numbers)
+        self._greeter.ranks = self._count
 
     def close(self) -> None:
         """Close all connections and sockets. May be called more than once."""

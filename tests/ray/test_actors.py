@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import EngineLostError, InvalidRequestError
@@ -65,6 +66,18 @@ def test_an_actor_that_hangs_is_ended_and_the_others_go_on(
             return False
 
     wait_until(is_another, "Ray to restart the actor", 120)
+
+
+def test_an_actor_that_ray_cannot_place_is_left_out(handles: list[EngineActorHandle]) -> None:
+    """Ray's error of it is none of an actor that has died."""
+    nowhere = NodeAffinitySchedulingStrategy("ab" * 28, soft=False)
+    placed = ray.remote(concurrency_groups={handle.REQUESTS: AT_A_TIME})(Actor).options(
+        num_cpus=0, scheduling_strategy=nowhere
+    )
+    lost = EngineActorHandle(placed.remote(), 2)
+    assert EngineFleet([*handles, lost]).up() == handles
+    with pytest.raises(EngineLostError, match="cannot run"):
+        lost.about()
 
 
 def test_engines_that_are_replaced_open_together_or_not_at_all(handles: list[EngineActorHandle]) -> None:

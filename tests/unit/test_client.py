@@ -161,9 +161,24 @@ def test_the_engines_own_refusal_of_a_key_is_typed_like_ours(body: bytes) -> Non
         engine.memory()
 
 
-def test_a_key_that_cannot_be_sent_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match="API key"):
-        EngineClient("http://127.0.0.1:1", api_key="schlüssel")
+@pytest.mark.parametrize("key", ["schlüssel", "two\nlines", "a\x7fb", "tab\tbed", "nul\x00"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_told(key: str) -> None:
+    with pytest.raises(InvalidRequestError, match="API key") as caught:
+        EngineClient("http://127.0.0.1:1", api_key=key)
+    assert key not in str(caught.value)
+
+
+@pytest.mark.parametrize("key", ["secret\n", " secret", "secret\r\n", "\tsecret "])
+def test_a_key_as_a_file_holds_it_is_sent_without_its_line_break(key: str) -> None:
+    shown: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        shown.append(request.headers["authorization"])
+        return httpx.Response(200, json={})
+
+    with EngineClient("http://engine", key, transport=httpx.MockTransport(answer)) as engine:
+        engine.memory()
+    assert shown == ["Bearer secret"]
 
 
 @pytest.mark.parametrize("body", [b"{}", b'{"engines": [1]}', b'{"engines": 3}'])

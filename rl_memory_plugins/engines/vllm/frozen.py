@@ -57,8 +57,9 @@ def _forget(pool: Any) -> None:
 def _separate(request: Any, managers: Sequence[Any], salt: bytes) -> None:
     """Change the hashes of the blocks that a running request has not cached yet. Waiting requests keep theirs.
 
-    vLLM derives the hash of each further block from that of the last. So at least the last hash changes, or the first. The hashes of
-    cached blocks stay: the cache has forgotten these blocks, and a request computes them anew if it is preempted.
+    vLLM derives the hash of each further block from that of the last. So at least the last hash changes, or the first.
+    The hashes of cached blocks stay: the cache has forgotten these blocks, and a request computes them anew if it is
+    preempted.
     """
     number, hashes = request.request_id, request.block_hashes
     holders = [manager for manager in managers if number in manager.num_cached_block or number in manager.req_to_blocks]

@@ -154,7 +154,7 @@ def round_blocks(
     ]
     aligned = all(entry[place] % ALIGNMENT == 0 for entry in table for place in (0, 1, 4, 5))
     # A copy from pageable memory would wait for all work that the device has.
-    there = torch.tensor(table, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    there = torch.tensor(table, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
     converts = _converts(device.index)
     # 128 values for each thread keep the memory busiest; where rounding takes more registers, a quarter of them.
     warps = max(1, min(4, size >> 12) if converts else min(16, size >> 10))

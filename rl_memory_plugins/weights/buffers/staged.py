@@ -246,7 +246,8 @@ class NcclStaging(_CudaSlots):
         super().__init__(device, slot_bytes + ALIGNMENT, slots, stable=stable)  # with room for a seal
         self._slot_bytes = slot_bytes
         try:  # page-locked, so that a seal is copied without a wait; one for each slot, which is still read
-            self._seals = torch.empty((slots, SEAL_BYTES), dtype=torch.uint8, pin_memory=self._slots[0].is_cuda)
+            pin = self._slots[0].is_cuda
+            self._seals = torch.empty((slots, SEAL_BYTES), dtype=torch.uint8, device="cpu", pin_memory=pin)
         except BaseException:
             self.close()
             raise
@@ -273,7 +274,9 @@ class _BounceBuffers:
     """Copies host memory to a GPU through two pinned buffers: the host fills one while the GPU reads the other."""
 
     def __init__(self) -> None:
-        self._buffers = [torch.empty(_BOUNCE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        # The CPU is named: a trainer's default device may be its GPU.
+        pinned = {"dtype": torch.uint8, "device": "cpu", "pin_memory": True}
+        self._buffers = [torch.empty(_BOUNCE_BYTES, **pinned) for _ in range(2)]
         self._read = [torch.cuda.Event(), torch.cuda.Event()]
         self.copier = HostCopier()
         self._filled: list[tuple[torch.Tensor, torch.Tensor]] = []

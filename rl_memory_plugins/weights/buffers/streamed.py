@@ -58,7 +58,7 @@ class StreamedAttached:
         return self._slot
 
     def close(self) -> None:
-        self._slot = torch.empty(0, dtype=torch.uint8)
+        self._slot = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def require_bytes(nbytes: int) -> None:
@@ -87,7 +87,7 @@ def host_slot(nbytes: int) -> torch.Tensor:
 
 
 def seal_of(seal: bytes) -> torch.Tensor:
-    return torch.tensor(list(seal), dtype=torch.uint8)
+    return torch.tensor(list(seal), dtype=torch.uint8, device="cpu")
 
 
 def sealed(slot: torch.Tensor, entries: Sequence[BucketEntry], seal: torch.Tensor) -> torch.Tensor:

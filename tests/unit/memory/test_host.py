@@ -102,6 +102,16 @@ def test_a_region_is_the_threads_own():
     assert not covered(allocator, made[0])
 
 
+def test_the_innermost_region_of_two_allocators_has_the_tensor_alone():
+    outer, inner = HostAllocator(), HostAllocator()
+    with outer.region(Tag.WEIGHTS):
+        with inner.region(Tag.KV_CACHE):
+            of_inner = torch.zeros(N)
+        of_outer = torch.zeros(N)
+    assert covered(inner, of_inner, Tag.KV_CACHE) and not covered(outer, of_inner)
+    assert covered(outer, of_outer) and not covered(inner, of_outer, Tag.KV_CACHE)
+
+
 def test_shared_and_file_memory_is_never_released(tmp_path):
     allocator = HostAllocator()
     file = tmp_path / "weights"

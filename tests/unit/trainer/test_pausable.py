@@ -761,6 +761,31 @@ def test_tensors_belong_to_one_memory(asleep):
         memory.sleep()
 
 
+def test_regions_of_two_memories_may_be_nested():
+    outer, inner = PausableMemory(), PausableMemory()
+    with outer.region("a"), inner.region("b"):
+        tensor = torch.full((WIDTH * WIDTH,), 7.0)
+    for memory in (outer, inner):
+        memory.sleep()
+    for memory in (outer, inner):
+        memory.wake()
+    assert tensor.eq(7).all()
+
+
+def test_a_closed_memory_keeps_no_target():
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+    train(model, optimizer)
+    memory.close()
+    gone = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(StateConflictError, match="is closed"):
+        memory.adopt(model)
+
+
 # -- sharded modules ----------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """Two-rank trainers pushing through real senders and sockets to toy engines."""
 
 import itertools
+import socket
 import threading
 import time
 import weakref
@@ -34,6 +35,8 @@ from rl_memory_plugins.trainer import (
     push_weights,
     sites,
 )
+from rl_memory_plugins.trainer.push import EngineCall
+from rl_memory_plugins.weights import wire
 
 OPTIONS = {"bucket_bytes": 256, "timeout_s": 30.0}
 
@@ -524,3 +527,24 @@ def agrees_without_a_pickle(rank):
 
 def test_agreements_carry_no_pickle(pair):
     assert pair.run(agrees_without_a_pickle) == [(True, [1, 100_001])] * 2
+
+
+def test_engines_that_say_nothing_share_one_deadline():
+    answers = threading.Event()
+    calls = [EngineCall(lambda body: answers.wait(), {}, lambda error: None) for _ in range(3)]
+    over = wire.Deadline(0)
+    errors = [call.finish(3600, over) for call in calls]
+    answers.set()
+    assert [(error.details["reason"], "within 3600 s" in error.message) for error in errors] == [("stalled", True)] * 3
+
+
+@pytest.mark.parametrize("entry", ["127.0.0.1:{}", "[::1]:{}"])
+def test_a_handoff_takes_a_port_that_is_in_use_while_it_is_made(entry):
+    """By another process of the trainer, which has the same options, or by an update."""
+    host = "::1" if "::" in entry else "127.0.0.1"
+    with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as taken:
+        options = {"advertise": entry.format(taken.getsockname()[1])}
+        RolloutHandoff([], {}, **options)
+        for wrong in ("127.0.0.1:70000", "nowhere:1"):
+            with pytest.raises(InvalidRequestError, match="advertise"):
+                RolloutHandoff([], {}, advertise=wrong)

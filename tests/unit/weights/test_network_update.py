@@ -175,7 +175,7 @@ def connection_to(sender, security):
 
 
 def test_strangers_are_turned_away_and_hold_nobody_up(security, monkeypatch):
-    monkeypatch.setattr(greeter, "MAX_STRANGERS", 12)
+    monkeypatch.setattr(greeter, "MAX_STRANGERS", 11)
     monkeypatch.setattr(greeter, "HELLO_S", 60.0)
     rank, tensors = Rank(), checkpoint()
     with contextlib.ExitStack() as strangers, WeightSender(1, timeout_s=30, **security) as sender:
@@ -206,7 +206,7 @@ def test_strangers_are_turned_away_and_hold_nobody_up(security, monkeypatch):
 
 
 def test_silent_strangers_lock_no_rank_out(monkeypatch, security):
-    monkeypatch.setattr(greeter, "MAX_STRANGERS", 3)
+    monkeypatch.setattr(greeter, "MAX_STRANGERS", 2)
     monkeypatch.setattr(greeter, "HELLO_S", 60.0)
     rank, tensors = Rank(), checkpoint()
     with contextlib.ExitStack() as strangers, WeightSender(1, timeout_s=30, **security) as sender:
@@ -223,6 +223,25 @@ def test_silent_strangers_lock_no_rank_out(monkeypatch, security):
             with contextlib.suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
         assert time.monotonic() - start < greeter.HELLO_S - 1
+
+
+def test_ranks_that_greet_at_a_time_do_not_end_each_other(monkeypatch):
+    monkeypatch.setattr(greeter, "MAX_STRANGERS", 0)
+    count, tensors = 6, checkpoint()
+    with WeightSender(count, timeout_s=30, transport="tcp") as sender:
+        shaking = threading.Barrier(count)
+        prepare = sender._listener._greeter._prepare
+
+        def prepare_together(sock):  # none says Hello before all are there
+            shaking.wait(10)
+            return prepare(sock)
+
+        sender._listener._greeter._prepare = prepare_together
+        sending = threading.Thread(target=send, args=(sender, tensors))
+        sending.start()
+        receiving = [Receiving(Rank(rank=number), sender) for number in range(count)]
+        assert [one.join().error for one in receiving] == [None] * count
+        sending.join(20)
 
 
 def test_a_stranger_that_stays_silent_is_closed_at_its_deadline(monkeypatch):

@@ -76,6 +76,16 @@ def test_the_order_for_ranks_that_have_connected_over_tcp_which_nccl_is_not_in(d
     assert candidate_transports("auto", device, {"GPU-a", "GPU-b"}, "GPU-a", local=False) == expected
 
 
+@pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
+def test_a_trainers_default_device_is_not_that_of_our_own_memory(transport):
+    rank, tensors = Rank(), checkpoint(3)
+    with torch.device("meta"), WeightSender(1, bucket_bytes=256, timeout_s=20, transport=transport) as sender:
+        receiving = Receiving(rank, sender)
+        sender.send(ModelSource(tensors))
+    assert receiving.join().error is None
+    rank.model.assert_unchanged(loaded(tensors))
+
+
 def test_an_unknown_transport_is_refused_with_those_there_are():
     with pytest.raises(InvalidRequestError) as error:
         WeightSender(1, transport="pigeon")
