@@ -16,7 +16,7 @@ from processes import gpu_memory_taken
 from torch import nn
 
 from rl_memory_plugins.errors import DeviceMemoryError
-from rl_memory_plugins.trainer import PausableMemory, RolloutHandoff
+from rl_memory_plugins.trainer import Offloader, PausableMemory, RolloutHandoff
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.room import AMPLE_BYTES, cached_bytes
 
@@ -452,6 +452,46 @@ def test_a_memory_that_is_dropped_asleep_frees_its_host_memory_once_its_tensors_
     for thread in [thread for thread in threading.enumerate() if thread.name == "rl-memory-close"]:
         thread.join()
     assert arena.held_bytes == 0
+
+
+@pytest.mark.parametrize("after", ["another memory", "an offloader", "it ended awake"])
+def test_tensors_that_leave_a_closed_memory_free_its_device_memory(close, after):
+    model = torch.nn.Linear(16384, 16384, device="cuda")  # 1 GiB
+    memory = PausableMemory(model)
+    before = free_bytes()
+    if after == "it ended awake":
+        del memory
+        gc.collect()
+    else:
+        memory.close()
+    if after == "an offloader":
+        assert Offloader(model).offload().bytes > 0.9 * GiB
+        assert free_bytes() - before > 0.9 * GiB
+        return
+    other = PausableMemory(model if after == "another memory" else torch.nn.Linear(2, 2, device="cuda"))
+    close(other)
+    if after == "it ended awake":
+        del model
+        other.adopt(torch.nn.Linear(2, 2, device="cuda"))
+        assert free_bytes() - before > 0.9 * GiB
+    else:
+        assert abs(free_bytes() - before) < 0.1 * GiB, "the model is there once"
+
+
+def test_regions_of_two_memories_may_be_nested(close):
+    outer, inner = PausableMemory(), PausableMemory()
+    close(outer)
+    close(inner)
+    with outer.region("a"):
+        with inner.region("b"):
+            of_inner = torch.full((1 << 20,), 7.0, device="cuda")
+        of_outer = torch.full((1 << 20,), 5.0, device="cuda")
+        inner.sleep()
+        inner.wake()
+    outer.sleep()
+    outer.wake()
+    assert of_inner.eq(7).all() and of_outer.eq(5).all()
+    assert inner.owned()(of_inner.data_ptr()) and outer.owned()(of_outer.data_ptr())
 
 
 def test_close_frees_the_device_memory_without_a_tensor(close):

@@ -85,6 +85,7 @@ SYMBOLS: Symbols = {
     "vllm.lora.utils:parse_fine_tuned_lora_name": ("name", "weights_mapper"),
     "vllm.lora.utils:is_base_embedding_weights": ("name",),
     "vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys": ("request",),
+    "vllm.v1.engine.input_processor:InputProcessor._get_mm_identifier": ("self", "mm_hash", "lora_request"),
     "vllm.entrypoints.openai.models.serving:OpenAIServingModels.__init__": ("self", "engine_client"),
     # the client
     "vllm.v1.engine.core_client:AsyncMPClient._call_utility_async": ("self", "method", "engine"),

@@ -15,7 +15,9 @@ from vllm.lora.peft_helper import PEFTHelper
 from vllm.model_executor.models.utils import WeightsMapper
 
 from integration.models import new_model
+from rl_memory_plugins.engines.vllm import adapters, served_adapters
 from rl_memory_plugins.engines.vllm.adapter_layers import AdapterLayers
+from rl_memory_plugins.engines.vllm.adapters import number_in, path_of
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer import push_adapter
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
@@ -268,3 +270,29 @@ def test_adapters_of_an_engine_in_python(model_folder: Path, processes: str) -> 
     variables = environment(model_folder, VLLM_ENABLE_V1_MULTIPROCESSING=processes)
     with Child(make, model_folder, environment=variables) as child:
         child(adapt, model_folder)
+
+
+def test_what_a_tower_computes_of_an_image_is_keyed_by_version() -> None:
+    """With `--enable-tower-connector-lora` it depends on the adapter. vLLM keys it by the adapter's name."""
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    keyed = adapters._with_version(InputProcessor._get_mm_identifier)
+    own, sent = LoRARequest("a", 1, "/somewhere"), [LoRARequest("a", number, path_of(number)) for number in (5, 6)]
+    with_tower, without = (
+        SimpleNamespace(lora_config=SimpleNamespace(enable_tower_connector_lora=enabled)) for enabled in (True, False)
+    )
+    found = [keyed(with_tower, "image", request) for request in (None, own, *sent)]
+    assert len(set(found)) == 4 and found[:2] == ["image", "a:image"]
+    assert {keyed(without, "image", request) for request in (None, own, *sent)} == {"image"}
+
+
+def test_a_complete_request_of_a_former_version_finds_no_image_of_it() -> None:
+    from vllm.lora.request import LoRARequest
+
+    status = SimpleNamespace(adapters=[SimpleNamespace(name="a", number=6, version="v6")])
+    images = [SimpleNamespace(identifier=identifier) for identifier in ("a:image@5", "image", "a:image@15")]
+    request = SimpleNamespace(lora_request=LoRARequest("a", 5, path_of(5)), mm_features=images)
+    served_adapters.with_present_versions([status], (request,), {})
+    assert number_in(request.lora_request) == 6
+    assert [image.identifier for image in images] == ["a:image@6", "image", "a:image@15"]

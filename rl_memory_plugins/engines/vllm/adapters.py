@@ -32,6 +32,7 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{LORA_MODEL}.from_local_checkpoint", _read_tensors)
     hooks.wrap("vllm.lora.request:LoRARequest.__eq__", _same_version)
     hooks.wrap("vllm.v1.core.kv_cache_utils:_gen_lora_extra_hash_keys", _with_path)
+    hooks.wrap("vllm.v1.engine.input_processor:InputProcessor._get_mm_identifier", _with_version)
     for path in (f"{PEFT}.from_dict", f"{PEFT}.validate_legal", f"{LORA_MODEL}.from_lora_tensors"):
         hooks.require(path)
     for name in ("parse_fine_tuned_lora_name", "is_base_embedding_weights"):
@@ -47,6 +48,12 @@ def number_in(request: Any) -> int | None:
     """The number of the version that a `LoRARequest` names; `None` if its adapter is not of this package."""
     path = getattr(request, "lora_path", "")
     return int(path.removeprefix(_FOLDER)) if path.startswith(_FOLDER) else None
+
+
+def image_of_version(identifier: str, former: int, number: int) -> str:
+    """The key of what the model's tower computes of an image, for another version of the adapter."""
+    own = identifier.removesuffix(f"@{former}")
+    return identifier if own == identifier else f"{own}@{number}"
 
 
 class _Sent(NamedTuple):
@@ -191,3 +198,13 @@ def _with_path(original: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
         return [*original(request), *([] if number is None else [number])]
 
     return _gen_lora_extra_hash_keys
+
+
+def _with_version(original: Callable[..., str]) -> Callable[..., str]:
+    """Key what the tower computes of images by version, where it depends on the adapter. vLLM keys it by name."""
+
+    def _get_mm_identifier(self: Any, mm_hash: str, lora_request: Any) -> str:
+        found, number = original(self, mm_hash, lora_request), number_in(lora_request)
+        return found if number is None or found == mm_hash else f"{found}@{number}"
+
+    return _get_mm_identifier

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from typing import Any
 
 from rl_memory_plugins.engine_api import AsyncioApi
-from rl_memory_plugins.engines.vllm.adapters import number_in, path_of
+from rl_memory_plugins.engines.vllm.adapters import image_of_version, number_in, path_of
 from rl_memory_plugins.errors import InvalidRequestError, UnsupportedError
 from rl_memory_plugins.records import AdapterStatus, EngineStatus
 from rl_memory_plugins.server.gate import report_adapter, report_refusal
@@ -52,8 +52,12 @@ def with_present_versions(
     def present(value: Any) -> Any:
         if number_in(value) is not None:
             return _present(value, engines)
-        if number_in(getattr(value, "lora_request", None)) is not None:  # a request that is complete already
+        former = number_in(getattr(value, "lora_request", None))
+        if former is not None:  # a request that is complete already
             value.lora_request = _present(value.lora_request, engines)
+            number = number_in(value.lora_request) or former
+            for image in getattr(value, "mm_features", None) or ():
+                image.identifier = image_of_version(image.identifier, former, number)
         return value
 
     return tuple(map(present, args)), {name: present(value) for name, value in kwargs.items()}
