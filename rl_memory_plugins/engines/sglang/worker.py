@@ -14,6 +14,7 @@ from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_a
 from rl_memory_plugins.engines.layer_reload import LayerReload, reset
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, resident_graphs
 from rl_memory_plugins.engines.sglang import draft, nccl_suspend
+from rl_memory_plugins.engines.sglang.derived_caches import DerivedCaches
 from rl_memory_plugins.engines.sglang.options import launching
 from rl_memory_plugins.engines.sglang.registered_memory import RegisteredMemory
 from rl_memory_plugins.errors import UnsupportedError, unsupported
@@ -225,7 +226,7 @@ class SglangWorker:
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             # `TorchNativeLlamaForCausalLM` over several ranks, whose parameters become DTensors after the load
             raise unsupported("weights that torch splits over ranks", "their memory is not in the engine's regions")
-        self._model = model
+        self._model, caches = model, DerivedCaches(model)
         self._allocator = memory.allocator
         self._graphs = memory.has_graphs
         self._made: dict[torch.nn.Module, tuple[Set[str], LayerReload]] = {}  # by model, with the names of the layers
@@ -240,6 +241,7 @@ class SglangWorker:
             checkpoint=EngineCheckpoint(memory.checkpoint),
             draft=draft.of(drafts, self._reload, memory.checkpoint),
             adapters=adapters,
+            derive=lambda plan: caches.derive_again(),
             unfilled=self.unfilled,
             dummy=post_load.has_dummy_weights,
             resident_graphs=memory.resident_graphs,
