@@ -86,9 +86,10 @@ def test_calls_in_parallel_run_one_by_one_where_no_thread_can_be_started(monkeyp
 @pytest.mark.parametrize(("to_the_end", "times"), [(False, 1), (True, 3)])
 def test_an_interrupt_waits_for_calls_in_parallel(to_the_end, times):
     begun, ended = threading.Event(), []
+    both = threading.Barrier(2, action=begun.set)  # of a call that has not begun an interrupt would leave nothing
 
     def call(seconds):
-        begun.set()
+        both.wait(60)
         time.sleep(seconds)
         ended.append(seconds)
 
