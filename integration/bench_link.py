@@ -25,17 +25,16 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from integration.bench_step import LINK_BYTES, link
+from integration.bench_turns import copied
 from integration.engines import ENGINES
 from integration.engines.base import Launch, Server
 from integration.models import SHAPES, weight_bytes, write_model
 from integration.records import Records, read
 from integration.subjects import add_commit, described
-from rl_memory_plugins.records import Report
 from rl_memory_plugins.trainer import PausableMemory
 
 BLOCK_BYTES = 256 << 20
@@ -79,18 +78,15 @@ class Trainer:
                 parameter.add_(1)
         self.memory.synchronize()
 
+    def sleep(self) -> int:
+        """Returns: the bytes that were copied."""
+        return sum(change.bytes_copied for change in self.memory.sleep().changes)
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+
+def timed(call: Callable[[], int]) -> tuple[float, int]:
     start = time.perf_counter()
     result = call()
     return time.perf_counter() - start, result
-
-
-def copied(report: Report | dict[str, Any]) -> int:
-    """The bytes that a sleep or a wake has copied, by its report; `dict`: the engine's answer."""
-    if isinstance(report, Report):
-        return sum(change.bytes_copied for change in report.changes)
-    return sum(int(change["bytes_copied"]) for change in report["report"]["changes"])
 
 
 def run(server: Server, nbytes: int, arguments: argparse.Namespace, figures: Records) -> None:
@@ -105,8 +101,7 @@ def run(server: Server, nbytes: int, arguments: argparse.Namespace, figures: Rec
     for number in range(arguments.repeats + 1):
         trainer.train()
         engine.sleep(1)
-        wake = timed(lambda: engine.wake_up(["weights"]))
-        sleep = timed(trainer.memory.sleep)
+        alone = {"wake": timed(lambda: copied(engine.wake_up(["weights"]))), "sleep": timed(trainer.sleep)}
         trainer.memory.wake()
         trainer.train()
         engine.wake_up()
@@ -114,14 +109,13 @@ def run(server: Server, nbytes: int, arguments: argparse.Namespace, figures: Rec
         with ThreadPoolExecutor(1) as beside:
             start = time.perf_counter()
             waking = beside.submit(engine.wake_up, ["weights"])
-            reports = [trainer.memory.sleep(), waking.result()]
+            moved = trainer.sleep() + copied(waking.result())
             both = time.perf_counter() - start
         trainer.memory.wake()
         engine.wake_up()
         if not number:  # the first copies of all make host memory
             continue
-        moved = sum(map(copied, reports))
-        for name, seconds, count in (("wake", wake[0], copied(wake[1])), ("sleep", sleep[0], copied(sleep[1]))):
+        for name, (seconds, count) in alone.items():
             figures.add(f"{name}_s", [seconds], "s", {"bytes": count})
             figures.add(f"{name}_gb_s", [count / seconds / 1e9], "GB/s")
         rates.append(moved / both)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -489,24 +489,43 @@ def test_a_wake_while_a_sleep_waits_is_refused(engine: Child, first_tokens: list
     assert engine(ask) == first_tokens
 
 
-async def session_in_between(engine: Any, folder: Path, act: str) -> list[str]:
-    """A request that streams its input and waits for more of it, while the engine sleeps or gets new weights."""
+async def _begin_session(
+    engine: Any, max_tokens: int, inputs: Callable[[Callable[[], Any]], Any]
+) -> tuple[asyncio.Task[None], list[str]]:
+    """Begin a request that streams its input. Returns once a part of it is answered.
+
+    Args:
+        max_tokens: Of the answer to each part.
+        inputs: Yields the parts; each is a call of its argument.
+
+    Returns: the request, and the reasons by which its parts have ended so far.
+    """
     from vllm import SamplingParams
     from vllm.engine.protocol import StreamingInput
     from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-    more = asyncio.Event()
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
 
-    async def inputs() -> Any:
-        yield StreamingInput(prompt={"prompt_token_ids": [*PROMPT]}, sampling_params=params)  # vLLM adds to the list
-        await more.wait()
-        yield StreamingInput(prompt={"prompt_token_ids": [*PROMPT]}, sampling_params=params)
+    def part() -> StreamingInput:
+        return StreamingInput(prompt={"prompt_token_ids": [*PROMPT]}, sampling_params=params)  # vLLM adds to the list
 
     reasons: list[str] = []
-    asking = asyncio.create_task(_reasons(engine.generate(inputs(), params, f"s{next(NUMBERS)}"), reasons))
+    asking = asyncio.create_task(_reasons(engine.generate(inputs(part), params, f"s{next(NUMBERS)}"), reasons))
     while "length" not in reasons:
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
+    return asking, reasons
+
+
+async def session_in_between(engine: Any, folder: Path, act: str) -> list[str]:
+    """A request that streams its input and waits for more of it, while the engine sleeps or gets new weights."""
+    more = asyncio.Event()
+
+    async def inputs(part: Callable[[], Any]) -> Any:
+        yield part()
+        await more.wait()
+        yield part()
+
+    asking, reasons = await _begin_session(engine, 4, inputs)
     if act == "freeze":
         await push_async(engine, new_model(folder, SEED), mode="freeze")
         reasons.clear()
@@ -542,20 +561,12 @@ def test_a_session_that_waits_for_input_stands_in_nobody_s_way(
 
 async def session_ahead(engine: Any, folder: Path, act: str) -> list[str]:
     """A request whose next inputs are there before the engine has answered the former ones."""
-    from vllm import SamplingParams
-    from vllm.engine.protocol import StreamingInput
-    from vllm.sampling_params import RequestOutputKind
 
-    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
-
-    async def inputs() -> Any:
+    async def inputs(part: Callable[[], Any]) -> Any:
         for _ in range(120):
-            yield StreamingInput(prompt={"prompt_token_ids": [*PROMPT]}, sampling_params=params)
+            yield part()
 
-    reasons: list[str] = []
-    asking = asyncio.create_task(_reasons(engine.generate(inputs(), params, f"s{next(NUMBERS)}"), reasons))
-    while "length" not in reasons:
-        await asyncio.sleep(0)
+    asking, reasons = await _begin_session(engine, 1, inputs)
     if act == "update":
         await push_async(engine, new_model(folder, SEED))
     else:
