@@ -32,7 +32,7 @@ ROUTES = "/v1/rl_memory"  # these are there whatever routes the engine itself ha
 
 
 def http_client(
-    url: str, api_key: str, timeout: httpx.Timeout | float, transport: httpx.BaseTransport | None = None
+    url: str, api_key: str | None, timeout: httpx.Timeout | float, transport: httpx.BaseTransport | None = None
 ) -> httpx.Client:
     """A client that opens a new connection for each call, at a cost of less than a millisecond.
 
@@ -63,7 +63,7 @@ class EngineClient:
 
     Args:
         url: The address of the server, e.g. `http://127.0.0.1:8000`.
-        api_key: The admin or API key of the engine, if it has one.
+        api_key: The admin or API key of the engine, if it has one; `None` or empty for none.
         timeout_s: The seconds that the server may take to answer; `None` for no limit. Default: `TRANSITION_S` for
             transitions and checksums, and `STATUS_S` for the status. An update has no limit here: it takes as long as
             the trainer sends, and both its ends notice a peer that says nothing.
@@ -77,7 +77,7 @@ class EngineClient:
     def __init__(
         self,
         url: str,
-        api_key: str = "",
+        api_key: str | None = "",
         timeout_s: float | Literal["default"] | None = "default",
         *,
         transport: httpx.BaseTransport | None = None,

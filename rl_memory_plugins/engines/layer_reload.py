@@ -25,7 +25,7 @@ import torch
 
 from rl_memory_plugins.engines.layer_templates import LayerTemplate
 from rl_memory_plugins.engines.layer_tensors import STEP
-from rl_memory_plugins.engines.post_load import PostLoad, refuse_untried, unsupported
+from rl_memory_plugins.engines.post_load import PostLoad, cache_scale_tensors, refuse_untried, unsupported
 from rl_memory_plugins.engines.saved_layers import Graphs, SavedLayers
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.coverage import Coverage
@@ -49,6 +49,9 @@ class LayerReload:
         graphs: Whether compiled code or CUDA graphs refer to the model's tensors by address.
         require: Raises an error for an update that the engine cannot take, before anything is written.
 
+    Attributes:
+        layers: The names of the transformed layers.
+
     Raises:
         UnsupportedError: the reload cannot replace what one of these layers keeps.
     """
@@ -70,6 +73,7 @@ class LayerReload:
         self._require = require
         self._graphs = post_load.graphs if graphs else None
         modules = dict(post_load.model.named_modules())
+        self.layers = layers.keys()
         self._layers = {name: modules[name] for name in layers}
         name, method = next(iter(layers.items()))
         self.why = f"{engine} transforms the weights of {len(layers)} layers after loading, such as {name} by {method}"
@@ -150,6 +154,7 @@ class LayerReload:
                         opened.pop(layer).close(self._graphs)
             writes.run()
 
+        scales = [(one, one.clone()) for one in cache_scale_tensors(self._post_load.model).values()]
         try:
             with self._context(), torch.no_grad(), self._post_load.repeating(partial=True):
                 opened.update((layer, self._open(layer, plan)) for layer in sorted(held))
@@ -166,6 +171,8 @@ class LayerReload:
         except BaseException:
             for one in opened.values():
                 one.saved.restore()
+            for tensor, former in scales:  # steps write them in place; the layers have the former numbers again
+                tensor.copy_(former)
             raise
 
     def _require_read_layers(self, plan: LoadPlan) -> None:
@@ -230,6 +237,19 @@ class LayerReload:
                 if (key not in template.optional or key in ends) and covered.fraction(blank) < 1
             }
         return held & self._layers.keys()
+
+
+def made_once(watch: PostLoad, layers: Mapping[str, str], make: Callable[[], LayerReload]) -> LayerReload:
+    """The reload of a model's transformed layers. A reload keeps what it finds of a plan for later updates.
+
+    Raises:
+        UnsupportedError: as `LayerReload`.
+    """
+    former = watch.reload
+    if isinstance(former, LayerReload) and former.layers == layers.keys():
+        return former
+    watch.reload = made = make()
+    return made
 
 
 def reset(post_load: PostLoad, names: Set[str], *, graphs: bool) -> set[str]:

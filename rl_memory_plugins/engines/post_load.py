@@ -48,6 +48,7 @@ class PostLoad:
         templates: The layouts of layers before their weights were loaded; empty without `keep_templates`.
         dummy: Whether the first weights are random numbers.
         default_scales: The names of the layers that `give_default_scales` has changed.
+        reload: See `layer_reload.made_once`.
     """
 
     def __init__(self, model: torch.nn.Module, *, dummy: bool = False) -> None:
@@ -62,6 +63,7 @@ class PostLoad:
         self.graphs = Graphs(self._is_derived)
         self.templates: dict[torch.nn.Module, LayerTemplate] = {}
         self.default_scales: list[str] = []
+        self.reload: object = None
 
     def watch(self) -> None:
         """Wrap the steps that are not wrapped yet. Engines replace quantisation methods between loads."""

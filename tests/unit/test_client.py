@@ -168,6 +168,13 @@ def test_a_key_that_cannot_be_sent_is_refused_and_not_told(key: str) -> None:
     assert key not in str(caught.value)
 
 
+@pytest.mark.parametrize("key", [None, "", " \n"])
+def test_no_key_sends_none(key: str | None) -> None:
+    """`None` is what `os.environ.get` gives for a variable that is not set."""
+    with EngineClient("http://127.0.0.1:1", api_key=key) as client:
+        assert "Authorization" not in client._http.headers
+
+
 @pytest.mark.parametrize("key", ["secret\n", " secret", "secret\r\n", "\tsecret "])
 def test_a_key_as_a_file_holds_it_is_sent_without_its_line_break(key: str) -> None:
     shown: list[str] = []

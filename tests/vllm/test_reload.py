@@ -385,7 +385,7 @@ def test_an_update_that_fails_late_leaves_the_scales_of_the_kv_cache(
     found = json.loads(forked_python(FAILING, str(first), str(other), str(tmp_path / "store")).splitlines()[-1])
     assert found.pop("scales") >= 2 * len(names)  # tensors and numbers
     assert found == {
-        "by": "LayerwiseReload",
+        "by": "LayerReload",
         "errors": ["late"],
         "changed meanwhile": [True],
         "as before": True,

@@ -47,7 +47,12 @@ CONFIGURATION = (
     load_weights = with_configuration(model.load_weights)  # as `VllmWorker` does for the plan
     found = {"layers": len(layers), "of the first load": len(seen)}
     for kind, made in (
-        ("vLLM's", reload.reload_of(model, config, load_weights, contextlib.nullcontext)),
+        (
+            "vLLM's",
+            reload.LayerwiseReload(
+                post_load.of(model), layers, config, load_weights, contextlib.nullcontext, graphs=False
+            ),
+        ),
         (
             "ours",
             LayerReload(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.communicators import count_as_nccl, note_custom_all_reduce
-from rl_memory_plugins.engines.layer_reload import LayerReload, reset
+from rl_memory_plugins.engines.layer_reload import LayerReload, made_once, reset
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager, resident_graphs
 from rl_memory_plugins.engines.sglang import draft, nccl_suspend
 from rl_memory_plugins.engines.sglang.derived_caches import DerivedCaches
@@ -229,7 +229,6 @@ class SglangWorker:
         self._model, caches = model, DerivedCaches(model)
         self._allocator = memory.allocator
         self._graphs = memory.has_graphs
-        self._made: dict[torch.nn.Module, tuple[Set[str], LayerReload]] = {}  # by model, with the names of the layers
         self.manager = build_manager(config, rank, memory.chosen, self._discardable, memory.notes)
         self.agent = build_agent(
             config,
@@ -284,11 +283,10 @@ class SglangWorker:
         layers = watch.transformed()
         if not layers:
             return None
-        made = self._made.get(model)
-        if made is None or made[0] != layers.keys():
-            reload = LayerReload(watch, layers, model.load_weights, engine="SGLang", graphs=self._graphs())
-            made = self._made[model] = layers.keys(), reload
-        return made[1]
+        graphs = self._graphs()
+        return made_once(
+            watch, layers, lambda: LayerReload(watch, layers, model.load_weights, engine="SGLang", graphs=graphs)
+        )
 
     def _discardable(self, tag: str) -> Iterable[Block]:
         if tag == Tag.KV_CACHE:  # SGLang keeps nothing of this region over a release

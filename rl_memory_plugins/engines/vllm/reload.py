@@ -11,13 +11,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
 from rl_memory_plugins.engines import post_load
-from rl_memory_plugins.engines.layer_reload import LayerReload
+from rl_memory_plugins.engines.layer_reload import LayerReload, made_once
 from rl_memory_plugins.engines.layer_tensors import STEP
 from rl_memory_plugins.engines.post_load import PostLoad, method_of, refuse_untried, unsupported
 from rl_memory_plugins.engines.saved_layers import SavedLayers, without_memory
@@ -56,9 +56,10 @@ def reload_of(
     region: Callable[[], AbstractContextManager[None]],
     shared: Collection[torch.nn.Module] = (),
 ) -> Reload | None:
-    """vLLM's own reload of a model; or this package's, where vLLM's would lose weights or load other layers anew too.
+    """This package's reload of a model, or vLLM's own, where layers have steps that only vLLM's repeats.
 
-    See `LayerwiseReload` and `LayerReload`.
+    See `LayerReload` and `LayerwiseReload`. vLLM's runs Python for each tensor of each expert, loads layers anew that
+    nothing has transformed, and loses weights that a model copies into its parameters by itself.
 
     Returns: `None` if vLLM has transformed no layer of the model.
 
@@ -80,7 +81,7 @@ def reload_of(
     watch.graphs.holds = held_by_graphs
     graphs = not vllm_config.model_config.enforce_eager
 
-    def of_transformed_layers() -> LayerReload:
+    def make() -> LayerReload:
         return LayerReload(
             watch,
             layers,
@@ -93,14 +94,17 @@ def reload_of(
 
     steps = watch.own_steps()
     if not steps and _are_default_scales(watch, layers):  # for them vLLM's reload would load every layer anew
-        return of_transformed_layers()
+        return made_once(watch, layers, make)
     own = LayerwiseReload(watch, layers, vllm_config, load_weights, region, graphs, shared)
+    if not steps and not hasattr(model, STEP) and _others_are_loadable(watch, layers):
+        with suppress(UnsupportedError):
+            return made_once(watch, layers, make)
     if not own.loses_weights():
         return own
     if steps:
         why = "the model's load_weights copies into parameters by itself, where vLLM's reload sees no weights"
         raise unsupported(steps, why)
-    return of_transformed_layers()
+    return made_once(watch, layers, make)
 
 
 class LayerwiseReload:
@@ -250,8 +254,7 @@ class LayerwiseReload:
 def _are_default_scales(post_load: PostLoad, layers: Collection[str]) -> bool:
     """Whether the weights can be copied into the parameters, and all that was transformed are the engine's own scales.
 
-    The transformed layers are attention for whose scales of the KV cache no checkpoint brought any. All other layers
-    still have parameters that their loaders take: vLLM up to 0.32 may have put plain ones in their place.
+    The transformed layers are attention for whose scales of the KV cache no checkpoint brought any.
     """
     modules = dict(post_load.model.named_modules())
     attention = {modules[name] for name in layers if name in modules}
@@ -268,8 +271,17 @@ def _are_default_scales(post_load: PostLoad, layers: Collection[str]) -> bool:
     return (
         len(attention) == len(layers)
         and all(hasattr(type(layer), STEP) and has_defaults(layer) for layer in attention)
-        and all(template.is_loadable() for layer, template in post_load.templates.items() if layer not in attention)
+        and _others_are_loadable(post_load, layers)
     )
+
+
+def _others_are_loadable(post_load: PostLoad, layers: Collection[str]) -> bool:
+    """Whether the layers that were not transformed still have parameters that their loaders take.
+
+    vLLM up to 0.32 may have put plain parameters in their place.
+    """
+    names = {layer: name for name, layer in post_load.model.named_modules()}
+    return all(one.is_loadable() for layer, one in post_load.templates.items() if names.get(layer) not in layers)
 
 
 def _require_default_scales(post_load: PostLoad, plan: LoadPlan) -> None:
