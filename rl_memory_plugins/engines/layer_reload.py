@@ -82,6 +82,9 @@ class LayerReload:
         unknown = {name: layers[name] for name, layer in self._layers.items() if layer not in templates}
         if unknown:
             raise unsupported(unknown, f"their layout before {engine} transformed them is not known")
+        deferred = {name: layers[name] for name, layer in self._layers.items() if templates[layer].is_deferred}
+        if deferred:
+            raise unsupported(deferred, f"{engine} makes them while their weights arrive")
         kept = post_load.kept_elsewhere()
         if kept:
             raise unsupported(kept, "their kernels keep packed copies in memory of their own")

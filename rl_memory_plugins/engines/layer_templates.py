@@ -38,12 +38,14 @@ class LayerTemplate:
         parameters: By name; on the meta device, with their classes and attributes. `None` where the layer has none.
         optional: The parameters that the first load left as they were, because the checkpoint does not have them.
         ready: Whether a first step has begun.
+        is_deferred: Whether a parameter had no memory. The engine makes it while weights arrive, and may quantise them.
     """
 
     def __init__(self, layer: torch.nn.Module, *, dummy: bool = False) -> None:
         self._layer = layer
         self._dummy = dummy
         self.parameters = {name: _on_meta(parameter) for name, parameter in layer._parameters.items()}
+        self.is_deferred = any(one is not None and one.is_meta for one in layer._parameters.values())
         self._buffers = dict(layer._buffers)
         self._first = {name: _first_values(tensor) for name, tensor in layer._parameters.items() if tensor is not None}
         buffers = self._buffers if self.has_kv_scales else {}
