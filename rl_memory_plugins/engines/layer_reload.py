@@ -85,6 +85,10 @@ class LayerReload:
         deferred = {name: layers[name] for name, layer in self._layers.items() if templates[layer].is_deferred}
         if deferred:
             raise unsupported(deferred, f"{engine} makes them while their weights arrive")
+        own = set(self._layers.values())
+        copied = {name: layers[name] for name, layer in self._layers.items() if templates[layer].leave_shared(own)}
+        if copied:
+            raise unsupported(copied, "they keep a copy of a parameter of another layer")
         kept = post_load.kept_elsewhere()
         if kept:
             raise unsupported(kept, "their kernels keep packed copies in memory of their own")

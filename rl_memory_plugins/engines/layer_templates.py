@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ class LayerTemplate:
     """The parameters and buffers of one layer before its weights were loaded.
 
     Args:
+        beside: For parameters that other layers have too, these layers.
         dummy: The first load writes random numbers into every parameter, also into those that no checkpoint has.
 
     Attributes:
@@ -41,8 +43,16 @@ class LayerTemplate:
         is_deferred: Whether a parameter had no memory. The engine makes it while weights arrive, and may quantise them.
     """
 
-    def __init__(self, layer: torch.nn.Module, *, dummy: bool = False) -> None:
+    def __init__(
+        self,
+        layer: torch.nn.Module,
+        beside: Mapping[str, Collection[torch.nn.Module]] = types.MappingProxyType({}),
+        *,
+        dummy: bool = False,
+    ) -> None:
         self._layer = layer
+        self._beside = beside
+        self._shared: frozenset[str] = frozenset()
         self._dummy = dummy
         self.parameters = {name: _on_meta(parameter) for name, parameter in layer._parameters.items()}
         self.is_deferred = any(one is not None and one.is_meta for one in layer._parameters.values())
@@ -99,6 +109,22 @@ class LayerTemplate:
         method = type(getattr(self._layer, "quant_method", None))
         return any(one.__name__ == _KV_SCALES for one in method.__mro__)
 
+    def leave_shared(self, transformed: Collection[torch.nn.Module]) -> frozenset[str]:
+        """From now on leave parameters as they are that another layer fills: one that is not transformed has them too.
+
+        Returns: those of them that the layer no longer shares. Nothing fills what it has in their place.
+        """
+        owners = {name: [one for one in layers if one not in transformed] for name, layers in self._beside.items()}
+        now = self._layer._parameters
+        shared = frozenset(name for name, layers in owners.items() if layers)
+        if shared != self._shared:
+            self._shared = shared
+            vars(self).pop("blank", None)
+        held = {
+            name: {id(one) for layer in layers for one in layer._parameters.values()} for name, layers in owners.items()
+        }
+        return frozenset(name for name in shared if id(now.get(name)) not in held[name])
+
     def is_loadable(self) -> bool:
         """Whether the layer's parameters still are of the classes, and have the attributes, that their loaders need."""
         now = self._layer._parameters
@@ -117,21 +143,20 @@ class LayerTemplate:
     @functools.cached_property
     def blank(self) -> dict[str, torch.Tensor]:
         """The parameters without physical memory, each at an address of its own, for a trace of the loader."""
-        return {name: without_memory(meta) for name, meta in self.parameters.items() if meta is not None}
+        return {name: without_memory(meta) for name, meta in self._own()}
 
     def materialised(self, device: torch.device, padded: Collection[str] = ()) -> dict[str, torch.Tensor]:
         """New parameters on a device. Large ones are zero if they are among `padded`, as engines make these; else
         undefined."""
         made: dict[str, torch.Tensor] = {}
-        for name, meta in self.parameters.items():
-            if meta is not None:
-                make = torch.zeros if name in padded else torch.empty
-                memory = make(extent(meta), dtype=meta.dtype, device=device)
-                tensor = memory.as_strided(meta.shape, meta.stride())
-                first = self._first.get(name)
-                if first is not None:
-                    tensor.copy_(first)
-                made[name] = like(tensor, meta)
+        for name, meta in self._own():
+            make = torch.zeros if name in padded else torch.empty
+            memory = make(extent(meta), dtype=meta.dtype, device=device)
+            tensor = memory.as_strided(meta.shape, meta.stride())
+            first = self._first.get(name)
+            if first is not None:
+                tensor.copy_(first)
+            made[name] = like(tensor, meta)
         return made
 
     def rewind(self, parameters: Mapping[str, torch.Tensor]) -> None:
@@ -150,8 +175,14 @@ class LayerTemplate:
     def give(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """Give the layer these parameters in place of its own."""
         table = self._layer._parameters
+        shared = {name: table.get(name) for name in self._shared}
         table.clear()
-        table.update({name: parameters.get(name) for name in self.parameters})
+        table.update({name: parameters.get(name) for name in self.parameters} | shared)
+
+    def _own(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, meta in self.parameters.items():
+            if meta is not None and name not in self._shared:
+                yield name, meta
 
     @contextmanager
     def default_dtype(self) -> Iterator[None]:

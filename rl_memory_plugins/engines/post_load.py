@@ -81,9 +81,18 @@ class PostLoad:
 
     def keep_templates(self) -> None:
         """Record the layouts of the layers that have a step, for a reload. Call this before weights are loaded."""
+        holders: dict[int, set[torch.nn.Module]] = {}
+        for layer in self.model.modules():
+            for parameter in layer._parameters.values():
+                holders.setdefault(id(parameter), set()).add(layer)
         for layer in self.model.modules():
             if hasattr(getattr(layer, "quant_method", None), STEP):
-                self.templates[layer] = LayerTemplate(layer, dummy=self.dummy)
+                beside = {
+                    name: holders[id(one)] - {layer}
+                    for name, one in layer._parameters.items()
+                    if one is not None and len(holders[id(one)]) > 1
+                }
+                self.templates[layer] = LayerTemplate(layer, beside, dummy=self.dummy)
 
     def give_default_scales(self) -> None:
         """Give the scales of an FP8 KV cache, into which a start wrote random numbers, the engine's own values again.

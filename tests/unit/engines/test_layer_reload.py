@@ -271,6 +271,52 @@ def test_a_partial_update_has_the_layers_that_the_loader_reads() -> None:
     assert_equal(state(model), state(loaded({**weights(1), **changed}, absorbs=True)))
 
 
+class Router(Model):
+    """A layer that is not transformed has the parameter `bias`, and so has a transformed one, as experts have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gate = torch.nn.Module()
+        gate.bias = self.two.bias = torch.nn.Parameter(torch.zeros(SIZE), requires_grad=False)
+        self._modules = {"gate": gate, **self._modules}  # before the experts, as in models
+
+
+def routed(seed: int) -> dict[str, torch.Tensor]:
+    return {**weights(seed), "gate.bias": torch.randn(SIZE)}
+
+
+def test_a_parameter_that_a_plain_layer_has_too_is_loaded_with_that_layer() -> None:
+    model, fresh = loaded(routed(1), Router), loaded(routed(2), Router)
+    loader, places, shared = loader_of(model), addresses(model), model.two.bias
+    for seed in (2, 1, 2):
+        update(loader, routed(seed))
+    assert_equal(state(model), state(fresh))
+    assert addresses(model) == places and model.two.bias is model.gate.bias is shared
+    update(loader, {"two.weight": routed(1)["two.weight"]}, partial=True)
+    assert torch.equal(model.gate.bias, fresh.gate.bias) and model.two.bias is shared
+
+
+def test_a_layer_that_keeps_a_copy_of_another_layer_s_parameter_is_refused() -> None:
+    model = loaded(routed(1), Router)
+    model.two.bias = torch.nn.Parameter(model.gate.bias * 2, requires_grad=False)  # as a step may make one
+    with pytest.raises(UnsupportedError, match="copy of a parameter"):
+        update(loader_of(model), routed(2))
+
+
+def test_a_layer_whose_parameters_had_no_memory_at_first_is_refused() -> None:
+    """vLLM makes them while weights arrive, and quantises them (`--quantization fp8`)."""
+    model = Model()
+    model.two.weight = torch.nn.Parameter(model.two.weight.to("meta"), requires_grad=False)
+    post_load.attach(model, templates=True)
+    model.two.weight = torch.nn.Parameter(torch.empty(SIZE, SIZE), requires_grad=False)
+    model.two.weight.weight_loader = model.two.load
+    model.load_weights(weights(1).items())
+    for layer in (model.one, model.two):
+        layer.quant_method.process_weights_after_loading(layer)
+    with pytest.raises(UnsupportedError, match="while their weights arrive"):
+        update(loader_of(model), weights(2))
+
+
 def test_what_the_first_load_left_as_it_was_is_known() -> None:
     watch: Any = post_load.of(loaded(weights(1)))
     assert watch.unfilled() == ["one.multiplier", "two.multiplier"]
