@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines import post_load
 from rl_memory_plugins.engines.sglang import worker as sglang_worker
-from rl_memory_plugins.engines.sglang.draft import runners_of
+from rl_memory_plugins.engines.sglang.draft import has_copies, runners_of
 from rl_memory_plugins.engines.sglang.native_calls import _note_draft
 from rl_memory_plugins.engines.sglang.worker import Memory, RegionAdapter, SglangWorker
 from rl_memory_plugins.errors import UnsupportedError
@@ -37,7 +38,7 @@ class Model(torch.nn.Module):
                 parameters[name].data.copy_(tensor)
 
 
-def made(target: Model, *drafts: Model, path: str = "draft") -> SglangWorker:
+def made(target: Model, *drafts: Model, path: str = "draft", copies: bool = False) -> SglangWorker:
     arguments = types.SimpleNamespace(model_path="target", revision=None)
     memory = Memory(RLMemoryConfig(), lambda: ("cpu", 0), arguments)
     with RegionAdapter(memory, True).region("weights"):
@@ -46,7 +47,7 @@ def made(target: Model, *drafts: Model, path: str = "draft") -> SglangWorker:
         post_load.attach(model)
     config = types.SimpleNamespace(model_path=path, revision=None)
     runners = [types.SimpleNamespace(model=draft, model_config=config) for draft in drafts]
-    return SglangWorker(target, memory, RLMemoryConfig(), 0, drafts=runners)
+    return SglangWorker(target, memory, RLMemoryConfig(), 0, drafts=runners, draft_copies=copies)
 
 
 def plan(worker: SglangWorker, *names: str) -> Any:
@@ -115,6 +116,36 @@ def test_several_draft_models_stay_as_they_are() -> None:
     with pytest.raises(UnsupportedError, match="each of 2 steps"):
         plan(worker, "weight", "draft.mtp")
     assert worker.manager.status().draft is Draft.IN_STEP
+
+
+def test_a_draft_with_fused_copies_stays_as_it_is() -> None:
+    worker = made(Model("weight"), Model("mtp"), path="target", copies=True)
+    with pytest.raises(UnsupportedError, match="fused copies"):
+        plan(worker, "weight", "draft.mtp")
+    assert worker.manager.status().draft is Draft.IN_STEP
+    worker.manager.note_foreign_load(complete=True)
+    _note_draft(types.SimpleNamespace(worker=worker), types.SimpleNamespace(selector="all"), success=True)
+    assert worker.manager.status().draft is Draft.OUT_OF_STEP
+    _note_draft(types.SimpleNamespace(worker=worker), types.SimpleNamespace(selector="all"), success=False)
+    assert worker.manager.status().draft is Draft.FAILED
+
+
+def test_which_drafts_have_fused_copies() -> None:
+    """The attributes by which they are found are SGLang's."""
+    from sglang.srt.models import dspark
+    from sglang.srt.speculative import dflash_worker_v2
+
+    def scheduler(model: Any, **attributes: Any) -> Any:
+        runners = [("draft", types.SimpleNamespace(model=model))]
+        worker = types.SimpleNamespace(weight_update_runners=lambda: runners, **attributes)
+        return types.SimpleNamespace(draft_worker=worker)
+
+    assert "self._fused_kv_helper = " in inspect.getsource(dflash_worker_v2)
+    assert "self._fused_kv_write_cache = " in inspect.getsource(dspark)
+    assert has_copies(scheduler(Model("mtp"), _fused_kv_helper=object()))
+    assert has_copies(scheduler(types.SimpleNamespace(_fused_kv_write_cache=None)))
+    assert not has_copies(scheduler(Model("mtp"), _fused_kv_helper=None))
+    assert not has_copies(types.SimpleNamespace())
 
 
 def test_the_draft_is_found_where_each_release_keeps_it() -> None:

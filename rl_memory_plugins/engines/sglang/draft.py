@@ -28,10 +28,22 @@ def runners_of(scheduler: Any) -> list[Any]:
     return [] if runner is None else [runner]
 
 
+def has_copies(scheduler: Any) -> bool:
+    """Whether the draft computes with copies of its weights that no load renews.
+
+    DFlash and DSpark put the projections of all layers to keys and values together, DFlash at the start and DSpark in
+    its first forward pass. CUDA graphs may read what they have made.
+    """
+    if getattr(getattr(scheduler, "draft_worker", None), "_fused_kv_helper", None) is not None:
+        return True
+    return any(hasattr(runner.model, "_fused_kv_write_cache") for runner in runners_of(scheduler))
+
+
 def of(
     runners: Sequence[Any],
     reload: Callable[[torch.nn.Module], Reload | None],
     target: Callable[[], tuple[str, str | None]],
+    copies: bool,
 ) -> Draft | None:
     """How an update reaches the draft model; `None` if there is none.
 
@@ -39,6 +51,7 @@ def of(
         runners: The result of `runners_of`.
         reload: As for `ModelLoader`, of a model.
         target: Gives the target's folder or name, and its revision.
+        copies: The result of `has_copies`.
     """
     if not runners:
         return None
@@ -48,6 +61,10 @@ def of(
         if len(runners) > 1:
             raise UnsupportedError(
                 f"this engine has a draft model for each of {len(runners)} steps, and an update takes one only"
+            )
+        if copies:
+            raise UnsupportedError(
+                "this engine's draft model computes with fused copies of its weights, which no update renews"
             )
         return reload(runner.model)
 

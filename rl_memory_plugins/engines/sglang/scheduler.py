@@ -20,7 +20,7 @@ from rl_memory_plugins.engines.enabled import on_enabled
 from rl_memory_plugins.engines.nccl_suspend import SuspendingRanks
 from rl_memory_plugins.engines.sglang import adapters, frozen, nodes, pipeline, worker
 from rl_memory_plugins.engines.sglang.adapters import SglangAdapters
-from rl_memory_plugins.engines.sglang.draft import runners_of
+from rl_memory_plugins.engines.sglang.draft import has_copies, runners_of
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER
 from rl_memory_plugins.engines.sglang.modes import LOCAL_CONTROL, refuse_modes
 from rl_memory_plugins.engines.sglang.nccl_suspend import use_suspendable_memory
@@ -72,7 +72,13 @@ class SglangScheduler:
         model = runner.model
         slots = SglangAdapters(runner)
         self.worker = SglangWorker(
-            model, memory, config, distributed.get_rank(group), lambda: slots, runners_of(scheduler)
+            model,
+            memory,
+            config,
+            distributed.get_rank(group),
+            lambda: slots,
+            runners_of(scheduler),
+            has_copies(scheduler),
         )
         self.ranks = RankedGroup(self.worker.agent, group, stage)
         self.engine = SglangEngine(scheduler, self.ranks, self.all_batches)

@@ -212,6 +212,7 @@ class SglangWorker:
         rank: The rank within its engine.
         adapters: Gives the adapters of the engine.
         drafts: The model runners of the draft model, see `draft.runners_of`.
+        draft_copies: See `draft.has_copies`.
     """
 
     def __init__(
@@ -222,6 +223,7 @@ class SglangWorker:
         rank: int,
         adapters: Callable[[], AdapterSlots] | None = None,
         drafts: Sequence[Any] = (),
+        draft_copies: bool = False,
     ) -> None:
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             # `TorchNativeLlamaForCausalLM` over several ranks, whose parameters become DTensors after the load
@@ -229,6 +231,7 @@ class SglangWorker:
         self._model, caches = model, DerivedCaches(model)
         self._allocator = memory.allocator
         self._graphs = memory.has_graphs
+        self.draft_copies = draft_copies
         self.manager = build_manager(config, rank, memory.chosen, self._discardable, memory.notes)
         self.agent = build_agent(
             config,
@@ -238,7 +241,7 @@ class SglangWorker:
             reload=lambda: self._reload(model),
             model_config=lambda: getattr(model, "config", None),
             checkpoint=EngineCheckpoint(memory.checkpoint),
-            draft=draft.of(drafts, self._reload, memory.checkpoint),
+            draft=draft.of(drafts, self._reload, memory.checkpoint, draft_copies),
             adapters=adapters,
             derive=lambda plan: caches.derive_again(),
             unfilled=self.unfilled,

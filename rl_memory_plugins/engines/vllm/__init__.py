@@ -10,7 +10,7 @@
 | worker.py           | each worker          | regions, the rank's agent                                       |
 | native_allocator.py | each worker          | the regions, where vLLM asks for its own allocator              |
 | update_session.py   | each worker          | loads and updates by others                                     |
-| reload.py           | each worker          | vLLM's layer-wise reload                                        |
+| reload.py           | each worker          | how transformed layers are loaded again                         |
 | capabilities.py     | core and workers     | what the engine can do                                          |
 | core.py             | the engine core      | native sleep, pause, updates and RPCs                           |
 | core_hooks.py       | the engine core      | the ranks and the scheduler, for the controller                 |

@@ -1,4 +1,4 @@
-"""vLLM's layer-wise reload, for models whose weights were transformed after loading: quantised, packed, absorbed.
+"""How layers that vLLM transformed after loading are loaded again: quantised, packed, absorbed.
 
 vLLM gives each layer the shapes of its checkpoint again, collects the layer's tensors, loads and transforms them in
 temporary memory, and copies the result over the old memory, where CUDA graphs read it. vLLM leaves the rest to its
