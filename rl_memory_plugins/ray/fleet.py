@@ -14,6 +14,7 @@ call, and that an engine that was started again admits nothing before it has the
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from rl_memory_plugins.client import STATUS_S
 from rl_memory_plugins.errors import EngineLostError, InvalidRequestError, RLMemoryError, StateConflictError
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.ray.actor import EngineActor
@@ -347,7 +349,11 @@ class EngineFleet:
     def _phases(self) -> list[str]:
         """The phase of each actor; `lost` if it cannot be reached."""
         references = [engine.actor.about.remote() for engine in self.engines]  # all are asked at once
-        return [engine.phase(reference) for engine, reference in zip(self.engines, references, strict=True)]
+        deadline = time.monotonic() + STATUS_S  # of all
+        return [
+            engine.phase(reference, max(0.0, deadline - time.monotonic()))
+            for engine, reference in zip(self.engines, references, strict=True)
+        ]
 
 
 def _open(engine: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import httpx
@@ -16,11 +17,16 @@ from rl_memory_plugins.trace_context import outgoing
 
 with needs("ray"):
     import ray
-    from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+    from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError, RayTaskError
 
 
 REQUESTS = "requests"
 """Ray's concurrency group of the prompts."""
+
+RESTART_S = 60.0
+"""How long Ray may take to restart an actor that has died. Ray refuses its calls meanwhile."""
+
+RESTART_POLL_S = 0.5
 
 LEAVE_S = 3.0
 """How long an engine may take for each of the calls by which it leaves its fleet."""
@@ -36,7 +42,8 @@ class EngineActorHandle(EngineClient):
         number: The place of the engine in the fleet. Errors have it as `details["engine"]`.
 
     Raises:
-        EngineLostError: by every call, if the actor has died, or has no engine since.
+        EngineLostError: by every call, if the actor has died, or has no engine since. `details["restarting"]` is true
+            if Ray cannot reach the actor for now, e.g. because it restarts it.
     """
 
     def __init__(self, actor: Any, number: int) -> None:
@@ -51,13 +58,13 @@ class EngineActorHandle(EngineClient):
         """What the actor says of itself; also while it has no engine."""
         return msgspec.convert(self.result(self.actor.about.remote(), timeout_s), About)
 
-    def phase(self, reference: Any) -> str:
+    def phase(self, reference: Any, timeout_s: float = STATUS_S) -> str:
         """The phase in the answer of the actor's `about`; `lost` if the actor has died or cannot be reached.
 
         An actor that does not answer is ended, see `leave`: its calls would keep all others of the fleet waiting.
         """
         try:
-            return msgspec.convert(self.result(reference, STATUS_S), About).phase
+            return msgspec.convert(self.result(reference, timeout_s), About).phase
         except EngineLostError:
             return "lost"
         except NoAnswerError:
@@ -70,9 +77,26 @@ class EngineActorHandle(EngineClient):
         Raises:
             RLMemoryError: the engine cannot start.
         """
-        # Ray waits for an actor that it restarts, and asks again if this call finds that the engine has died.
-        start = self.actor.start.options(max_task_retries=1)
-        self._answer(self.result(start.remote(closed), timeout_s))
+        for again in (True, False):  # the first call may find that the engine has died, which ends the actor
+            self._await_restart(timeout_s)
+            try:
+                self._answer(self.result(self.actor.start.remote(closed), timeout_s))
+                return
+            except EngineLostError as error:
+                if not (again and error.details.get("restarting")):
+                    raise
+
+    def _await_restart(self, timeout_s: float | None) -> None:
+        """Wait while Ray restarts the actor, at most for `RESTART_S`."""
+        deadline = time.monotonic() + RESTART_S
+        while True:
+            try:
+                self.result(self.actor.about.remote(), timeout_s)
+                return
+            except EngineLostError as error:
+                if not error.details.get("restarting") or time.monotonic() >= deadline:
+                    raise
+            time.sleep(RESTART_POLL_S)
 
     def join(self, *, timeout_s: float = STATUS_S) -> None:
         """The engine takes part in the fleet from now on."""
@@ -123,8 +147,11 @@ class EngineActorHandle(EngineClient):
         try:
             return ray.get(reference, timeout=timeout_s)
         except RayActorError as error:
+            restarting = {"restarting": True} if isinstance(error, ActorUnavailableError) else {}
             raise EngineLostError(
-                f"the actor of engine {self.number} has died, or cannot be reached: {error}".strip(), engine=self.number
+                f"the actor of engine {self.number} has died, or cannot be reached: {error}".strip(),
+                engine=self.number,
+                **restarting,
             ) from None
         except GetTimeoutError:
             raise NoAnswerError(

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -14,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import EngineLostError, InvalidRequestError
-from rl_memory_plugins.ray import EngineActorHandle, EngineFleet, actor, handle
+from rl_memory_plugins.ray import EngineActorHandle, EngineFleet, actor, fleet, handle
 
 REQUESTS, AT_A_TIME = 40, 10
 
@@ -51,7 +52,7 @@ def test_calls_of_the_fleet_wait_for_no_request(handles: list[EngineActorHandle]
 def test_an_actor_that_hangs_is_ended_and_the_others_go_on(
     handles: list[EngineActorHandle], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handle, "STATUS_S", 5.0)
+    monkeypatch.setattr(fleet, "STATUS_S", 5.0)
     monkeypatch.setattr(handle, "LEAVE_S", 1.0)
     well, hung = handles
     pid = hung.about(timeout_s=60).pid
@@ -66,6 +67,66 @@ def test_an_actor_that_hangs_is_ended_and_the_others_go_on(
             return False
 
     wait_until(is_another, "Ray to restart the actor", 120)
+
+
+def test_all_actors_that_hang_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[float] = []
+
+    class Hung:
+        actor = type("Actor", (), {"about": type("About", (), {"remote": staticmethod(lambda: None)})})
+
+        def phase(self, reference: Any, timeout_s: float) -> str:
+            waited.append(timeout_s)
+            time.sleep(timeout_s)
+            return "lost"
+
+    monkeypatch.setattr(fleet, "STATUS_S", 0.3)
+    assert EngineFleet([Hung() for _ in range(4)]).up() == []  # type: ignore[misc]
+    assert waited[0] > 0 and waited[1:] == [0, 0, 0]
+
+
+class Restarted(Actor):
+    """An actor that takes a while to restart.
+
+    Args:
+        marks: A folder. The first `start` ends the process, as one does that finds a dead engine.
+    """
+
+    def __init__(self, marks: Path) -> None:
+        self._marks = marks
+        if (marks / "begun").exists():
+            time.sleep(1.5)
+        (marks / "begun").touch()
+
+    async def start(self, closed: bool) -> dict[str, Any]:
+        if not (self._marks / "started").exists():
+            (self._marks / "started").touch()
+            os._exit(1)
+        return {"answer": None}
+
+
+@pytest.mark.parametrize("dies", ["before", "in the call"])
+def test_a_start_waits_until_ray_has_restarted_the_actor(cluster: None, tmp_path: Path, dies: str) -> None:
+    """Ray refuses the calls of an actor that it restarts, also those that it may retry (ray#44719)."""
+    made: Any = ray.remote(concurrency_groups={handle.REQUESTS: AT_A_TIME})(Restarted)
+    engine = EngineActorHandle(made.options(max_restarts=-1, num_cpus=0).remote(tmp_path), 0)
+    pid = engine.about(timeout_s=60).pid
+    if dies == "before":
+        (tmp_path / "started").touch()
+        os.kill(pid, signal.SIGKILL)
+    engine.start()
+    assert engine.about().pid != pid
+    ray.kill(engine.actor)
+
+
+def test_a_start_of_an_actor_that_is_gone_is_an_error(cluster: None, tmp_path: Path) -> None:
+    made: Any = ray.remote(concurrency_groups={handle.REQUESTS: AT_A_TIME})(Restarted)
+    engine = EngineActorHandle(made.options(num_cpus=0).remote(tmp_path), 0)
+    engine.about(timeout_s=60)
+    ray.kill(engine.actor)
+    with pytest.raises(EngineLostError) as caught:
+        engine.start()
+    assert "restarting" not in caught.value.details
 
 
 def test_an_actor_that_ray_cannot_place_is_left_out(handles: list[EngineActorHandle]) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's layer-wise reload on a model that vLLM loads but runs on no CPU: multi-head latent attention with experts."""
+"""Reloads of models that vLLM loads, but does not run here: latent attention with experts, packed weights, FP8."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from integration.models import FP8_CACHE, SHAPES, fp8_checkpoint_names, fp8_config, write_model
 from rl_memory_plugins.trainer import QuantisedSource
 from tests.vllm.conftest import OTHER_SEED, SEED
-from tests.weight_kinds import with_config
+from tests.weight_kinds import Write, with_config, write_awq, write_gptq, write_int4
 
 
 def write_latent_attention(folder: Path, seed: int) -> Path:
@@ -336,6 +336,38 @@ def test_where_only_scales_of_the_kv_cache_are_transformed_all_else_is_replayed(
         assert found[f"by the engine, of weights alone{times}"] == []
         assert {name.rpartition(".")[0] for name in found[f"differ after weights alone{times}"]} == layers
     assert found["scales of the first load"]
+
+
+PACKED = (
+    PRELUDE
+    + """
+    from pathlib import Path
+    from tests.weight_kinds import checkpoint
+
+    config, model = load(sys.argv[1])
+    _, fresh = load(sys.argv[2])
+    first, other = tensors(model), tensors(fresh)
+    found = {"by": [], "wrong": [], "moved": [], "differ": checksums(first) != checksums(other)}
+    for folder, expected in ((sys.argv[2], other), (sys.argv[1], first)) * 2:
+        made = reload.reload_of(model, config, model.load_weights, contextlib.nullcontext)
+        update(config, loader_of(model, made), checkpoint(Path(folder)))
+        now = tensors(model)
+        found["by"].append(type(made).__name__)
+        found["wrong"] += [name for name in expected if checksums(now).get(name) != expected[name][0]]
+        found["moved"] += [name for name in first if now[name][1] != first[name][1]]
+    print(json.dumps(found))
+"""
+)
+
+
+@pytest.mark.parametrize("write", [write_int4, write_gptq, write_awq])
+def test_packed_weights_are_those_of_a_first_load(
+    forked_python: Callable[..., str], tmp_path: Path, write: Write
+) -> None:
+    """Also where this CPU lacks vLLM's kernel, which only a forward pass needs."""
+    folders = [write(tmp_path / name, seed, "bfloat16") for name, seed in (("first", SEED), ("other", OTHER_SEED))]
+    found = json.loads(forked_python(PACKED, *map(str, folders), str(tmp_path / "store")).splitlines()[-1])
+    assert found == {"by": ["LayerReload"] * 4, "wrong": [], "moved": [], "differ": True}
 
 
 FAILING = (
