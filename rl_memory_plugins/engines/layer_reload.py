@@ -82,9 +82,6 @@ class LayerReload:
         unknown = {name: layers[name] for name, layer in self._layers.items() if layer not in templates}
         if unknown:
             raise unsupported(unknown, f"their layout before {engine} transformed them is not known")
-        deferred = {name: layers[name] for name, layer in self._layers.items() if templates[layer].is_deferred}
-        if deferred:
-            raise unsupported(deferred, f"{engine} makes them while their weights arrive")
         own = set(self._layers.values())
         copied = {name: layers[name] for name, layer in self._layers.items() if templates[layer].leave_shared(own)}
         if copied:

@@ -40,7 +40,7 @@ class LayerTemplate:
         parameters: By name; on the meta device, with their classes and attributes. `None` where the layer has none.
         optional: The parameters that the first load left as they were, because the checkpoint does not have them.
         ready: Whether a first step has begun.
-        is_deferred: Whether a parameter had no memory. The engine makes it while weights arrive, and may quantise them.
+        is_deferred: Whether a parameter had no memory yet, because the engine makes it while weights arrive.
     """
 
     def __init__(

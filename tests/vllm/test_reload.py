@@ -348,6 +348,9 @@ PACKED = (
     _, fresh = load(sys.argv[2])
     first, other = tensors(model), tensors(fresh)
     found = {"by": [], "wrong": [], "moved": [], "differ": checksums(first) != checksums(other)}
+    for template in post_load.of(model).templates.values():
+        assert not template.is_deferred
+        template.is_deferred = sys.argv[4] == "deferred"
     for folder, expected in ((sys.argv[2], other), (sys.argv[1], first)) * 2:
         made = reload.reload_of(model, config, model.load_weights, contextlib.nullcontext)
         update(config, loader_of(model, made), checkpoint(Path(folder)))
@@ -360,14 +363,22 @@ PACKED = (
 )
 
 
-@pytest.mark.parametrize("write", [write_int4, write_gptq, write_awq])
+@pytest.mark.parametrize(
+    ("write", "when", "by"),
+    [
+        (write_int4, "at once", "LayerReload"),
+        (write_gptq, "at once", "LayerReload"),
+        (write_awq, "at once", "LayerReload"),
+        (write_int4, "deferred", "LayerwiseReload"),  # as if vLLM had made the layers while weights arrived
+    ],
+)
 def test_packed_weights_are_those_of_a_first_load(
-    forked_python: Callable[..., str], tmp_path: Path, write: Write
+    forked_python: Callable[..., str], tmp_path: Path, write: Write, when: str, by: str
 ) -> None:
     """Also where this CPU lacks vLLM's kernel, which only a forward pass needs."""
     folders = [write(tmp_path / name, seed, "bfloat16") for name, seed in (("first", SEED), ("other", OTHER_SEED))]
-    found = json.loads(forked_python(PACKED, *map(str, folders), str(tmp_path / "store")).splitlines()[-1])
-    assert found == {"by": ["LayerReload"] * 4, "wrong": [], "moved": [], "differ": True}
+    found = json.loads(forked_python(PACKED, *map(str, folders), str(tmp_path / "store"), when).splitlines()[-1])
+    assert found == {"by": [by] * 4, "wrong": [], "moved": [], "differ": True}
 
 
 FAILING = (

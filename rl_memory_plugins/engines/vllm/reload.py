@@ -96,7 +96,8 @@ def reload_of(
     if not steps and _are_default_scales(watch, layers):  # for them vLLM's reload would load every layer anew
         return made_once(watch, layers, make)
     own = LayerwiseReload(watch, layers, vllm_config, load_weights, region, graphs, shared)
-    if not steps and not hasattr(model, STEP) and _others_are_loadable(watch, layers):
+    deferred = any(template.is_deferred for template in watch.templates.values())  # its load quantises them
+    if not steps and not deferred and not hasattr(model, STEP) and _others_are_loadable(watch, layers):
         with suppress(UnsupportedError):
             return made_once(watch, layers, make)
     if not own.loses_weights():
