@@ -48,6 +48,9 @@ class LayerReload:
         context: Gives the context in which the engine runs post-load steps.
         graphs: Whether compiled code or CUDA graphs refer to the model's tensors by address.
         require: Raises an error for an update that the engine cannot take, before anything is written.
+        scales_stay: A complete update may leave out the scales of an FP8 KV cache that the first load filled.
+        holds_layers: This reload also loads plans for which several layers have temporary memory at a time. Without it
+            `suits` says once that such a plan does not suit.
 
     Attributes:
         layers: The names of the transformed layers.
@@ -66,14 +69,20 @@ class LayerReload:
         graphs: bool,
         context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         require: Callable[[LoadPlan], None] = lambda plan: None,
+        scales_stay: bool = False,
+        holds_layers: bool = True,
     ) -> None:
         self._post_load = post_load
         self._load_weights = load_weights
         self._context = context
         self._require = require
         self._graphs = post_load.graphs if graphs else None
+        self._holds_layers = holds_layers
         modules = dict(post_load.model.named_modules())
         self.layers = layers.keys()
+        gone = {name: method for name, method in layers.items() if name not in modules}
+        if gone:
+            raise unsupported(gone, "they are no longer part of the model")
         self._layers = {name: modules[name] for name in layers}
         name, method = next(iter(layers.items()))
         self.why = f"{engine} transforms the weights of {len(layers)} layers after loading, such as {name} by {method}"
@@ -94,6 +103,10 @@ class LayerReload:
             why = "they keep tensors that CUDA graphs use and that a reload would replace: disable CUDA graphs"
             raise unsupported(hidden, why)
         self._templates = {name: templates[layer] for name, layer in self._layers.items()}
+        self._optional = {
+            name: frozenset(one.parameters) if scales_stay and one.has_kv_scales else one.optional
+            for name, one in self._templates.items()
+        }
         self._known: MutableMapping[LoadPlan, dict[str, list[tuple[str, str, Step]]]] = WeakKeyDictionary()
         self._places = {  # by the address of a blank parameter
             _address(blank): (name, key)
@@ -108,7 +121,7 @@ class LayerReload:
     @property
     def optional(self) -> dict[str, torch.Tensor]:
         """See `Reload`: those that the checkpoint did not have."""
-        blanks = ((name, template.blank, template.optional) for name, template in self._templates.items())
+        blanks = ((name, template.blank, self._optional[name]) for name, template in self._templates.items())
         return {f"{name}.{key}": blank[key] for name, blank, keys in blanks for key in keys if key in blank}
 
     @contextmanager
@@ -118,10 +131,17 @@ class LayerReload:
             for template in self._templates.values():
                 stack.enter_context(template.traced())
             expected: dict[str, torch.Tensor] = dict(self._post_load.model.named_parameters())
-            for name, template in self._templates.items():
-                for key in template.optional:
+            for name, optional in self._optional.items():
+                for key in optional:
                     expected.pop(f"{name}.{key}", None)
             yield expected
+
+    def suits(self, plan: LoadPlan) -> bool:
+        """See `Reload`."""
+        if self._holds_layers or self._post_load.reload_holds_layers or len(self._held(plan)) <= 1:
+            return True
+        self._post_load.reload_holds_layers = True
+        return False
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], plan: LoadPlan) -> None:
         """See `Reload`."""
@@ -169,7 +189,7 @@ class LayerReload:
                 for _ in stream():
                     pass
                 for layer in sorted(held):
-                    opened.pop(layer).close_if_written(written, self._templates[layer].optional, self._graphs)
+                    opened.pop(layer).close_if_written(written, self._optional[layer], self._graphs)
                 for layer in self._without_tensors(plan, held | missing.keys()):
                     self._open(layer, plan).close(self._graphs)
         except BaseException:
@@ -214,6 +234,8 @@ class LayerReload:
             return True
         if not self._templates[layer].has_kv_scales:
             return False
+        if self._optional[layer] != self._templates[layer].optional:  # the scales of the first load stay
+            return True
         # The scales belong to the weights beside them, and may be no parameters any more.
         parent = f"{layer.rpartition('.')[0]}."
         beside = {name for name, _ in self._post_load.model.named_parameters() if name.startswith(parent)}
@@ -238,7 +260,7 @@ class LayerReload:
                 name
                 for name, template in self._templates.items()
                 for key, blank in template.blank.items()
-                if (key not in template.optional or key in ends) and covered.fraction(blank) < 1
+                if (key not in self._optional[name] or key in ends) and covered.fraction(blank) < 1
             }
         return held & self._layers.keys()
 

@@ -49,6 +49,7 @@ class PostLoad:
         dummy: Whether the first weights are random numbers.
         default_scales: The names of the layers that `give_default_scales` has changed.
         reload: See `layer_reload.made_once`.
+        reload_holds_layers: Whether that reload had a plan for which it holds temporary memory of several layers.
     """
 
     def __init__(self, model: torch.nn.Module, *, dummy: bool = False) -> None:
@@ -64,6 +65,7 @@ class PostLoad:
         self.templates: dict[torch.nn.Module, LayerTemplate] = {}
         self.default_scales: list[str] = []
         self.reload: object = None
+        self.reload_holds_layers = False
 
     def watch(self) -> None:
         """Wrap the steps that are not wrapped yet. Engines replace quantisation methods between loads."""

@@ -76,6 +76,9 @@ class Reload(Protocol):
         The context yields the parameters as `"layer.parameter"`. At its exit the model is unchanged.
         """
 
+    def suits(self, plan: LoadPlan) -> bool:
+        """Whether this reload is to load a plan. If not, the next reload that the loader asks for is to plan anew."""
+
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], plan: LoadPlan) -> None:
         """Load and transform the opaque tensors of a plan at the same addresses. It may keep them until it returns.
 
@@ -174,6 +177,9 @@ class ModelLoader:
                 is_temporary=None if reload is None else reload.is_temporary,
                 optional={} if reload is None else reload.optional,
             )
+        if reload is not None and not reload.suits(plan):
+            self._filled = None  # of the other reload's layout
+            return self.plan(manifest, self.drop_outdated(), kept)
         if reload is not None and plan.omitted:
             after = _of_kept_layers(expected, expected, kept)  # their names after the transformation
             plan.omitted = after | (plan.omitted & kept)

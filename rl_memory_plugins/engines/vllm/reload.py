@@ -90,14 +90,15 @@ def reload_of(
             graphs=graphs,
             context=lambda: set_current_vllm_config(vllm_config),
             require=functools.partial(_require_default_scales, watch) if graphs else lambda plan: None,
+            scales_stay=True,  # as in vLLM's own reload
+            holds_layers=False,  # which has one layer at a time in temporary memory
         )
 
     steps = watch.own_steps()
     if not steps and _are_default_scales(watch, layers):  # for them vLLM's reload would load every layer anew
         return made_once(watch, layers, make)
     own = LayerwiseReload(watch, layers, vllm_config, load_weights, region, graphs, shared)
-    deferred = any(template.is_deferred for template in watch.templates.values())  # its load quantises them
-    if not steps and not deferred and not hasattr(model, STEP) and _others_are_loadable(watch, layers):
+    if not steps and not hasattr(model, STEP) and _is_for_this_package(watch, layers):
         with suppress(UnsupportedError):
             return made_once(watch, layers, make)
     if not own.loses_weights():
@@ -176,6 +177,10 @@ class LayerwiseReload:
             places = [place for place in places if layers[place[0]] not in self._shared]
             first_load.passed_over = any((layers[layer], name) not in first_load.filled for layer, _, name in places)
         return first_load.passed_over
+
+    def suits(self, plan: LoadPlan) -> bool:
+        """See `Reload`."""
+        return True
 
     @contextmanager
     def checkpoint_layout(self) -> Iterator[dict[str, torch.Tensor]]:
@@ -272,6 +277,16 @@ def _are_default_scales(post_load: PostLoad, layers: Collection[str]) -> bool:
     return (
         len(attention) == len(layers)
         and all(hasattr(type(layer), STEP) and has_defaults(layer) for layer in attention)
+        and _others_are_loadable(post_load, layers)
+    )
+
+
+def _is_for_this_package(post_load: PostLoad, layers: Collection[str]) -> bool:
+    """Whether `LayerReload` loads the layers as vLLM's first load did, in as little memory as vLLM's reload."""
+    return (
+        not post_load.reload_holds_layers
+        and not any(template.is_deferred for template in post_load.templates.values())  # vLLM's load quantises them
+        and len({one.device for one in post_load.model.parameters() if not one.is_meta}) == 1  # some are offloaded
         and _others_are_loadable(post_load, layers)
     )
 

@@ -128,12 +128,14 @@ def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         assert torch.equal(found[name], tensor), name
 
 
-def loader_of(model: Model, graphs: bool = True, **options: Any) -> ModelLoader:
+def loader_of(model: Model, graphs: bool = True, reload: dict[str, Any] | None = None, **options: Any) -> ModelLoader:
     watch: Any = post_load.of(model)
     return ModelLoader(
         model.load_weights,
         lambda: dict(model.named_parameters()),
-        reload=lambda: LayerReload(watch, watch.transformed(), model.load_weights, engine="SGLang", graphs=graphs),
+        reload=lambda: LayerReload(
+            watch, watch.transformed(), model.load_weights, engine="SGLang", graphs=graphs, **(reload or {})
+        ),
         transformed=lambda: post_load.transformed_in(model),
         **options,
     )
@@ -599,3 +601,47 @@ def test_a_scale_of_the_kv_cache_that_the_checkpoint_had_must_come_again() -> No
     loader = loader_of(Cached.started({**weights(1), "attention.k_scale": torch.tensor(0.5)}, dummy=False))
     with pytest.raises(ManifestError, match=r"attention\.k_scale"):
         update(loader, weights(1))
+
+
+def test_scales_that_the_checkpoint_had_may_stay() -> None:
+    """As in vLLM's own reload: a trainer has no scales of the KV cache."""
+    model = Cached.started({**weights(1), "attention.k_scale": torch.tensor(0.5)}, dummy=False)
+    loader = loader_of(model, graphs=False, reload={"scales_stay": True})
+    for seed, new, expected in ((2, None, 0.5), (3, 0.25, 0.25), (1, None, 0.25)):
+        update(loader, weights(seed) | ({} if new is None else {"attention.k_scale": torch.tensor(new)}))
+        assert float(model.attention.k_scale) == expected
+    assert torch.equal(model.norm, weights(1)["norm"])
+
+
+class AbsorbsBoth(Model):
+    def load_weights(self, weights: Any) -> None:
+        super().load_weights(weights)
+        self.absorbed.copy_(self.one.weight.sum(0) + self.two.weight.sum(0))
+
+
+@pytest.mark.parametrize(("made", "times"), [(AbsorbsBoth, 2), (Model, 1)])
+def test_a_plan_that_holds_several_layers_is_left_to_the_engine_s_reload(made: type[Model], times: int) -> None:
+    model = loaded(weights(1), made)
+    watch: Any = post_load.of(model)
+    asked: list[bool] = []
+    loader = loader_of(model, reload={"holds_layers": False})
+    own = loader.reload
+
+    def reload() -> Any:
+        asked.append(watch.reload_holds_layers)
+        return own()
+
+    loader.reload = reload
+    manifest = Manifest([spec_of(name, tensor) for name, tensor in weights(2).items()])
+    loader.plan(manifest, loader.drop_outdated())
+    assert asked == [False, True][:times]
+    loader.reload = own
+    update(loader, weights(2))  # by this reload, as there is no other here
+    assert_equal(state(model), state(loaded(weights(2), made)))
+
+
+def test_a_layer_that_has_left_the_model_is_refused() -> None:
+    model = loaded(weights(1))
+    del model.two
+    with pytest.raises(UnsupportedError, match="no longer part of the model"):
+        loader_of(model).reload()

@@ -141,6 +141,9 @@ class Transformed:
         self.is_temporary = None if whole else lambda tensor: tensor.data_ptr() == self.blank.data_ptr()
         self.optional = {}
 
+    def suits(self, plan):
+        return True
+
     @contextmanager
     def checkpoint_layout(self):
         former, self.model.experts.data = self.model.experts.data, self.blank

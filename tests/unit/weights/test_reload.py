@@ -36,6 +36,9 @@ class PackingEngine:
         for name, weight in weights:
             parameters[name].data.copy_(weight)
 
+    def suits(self, plan):
+        return True
+
     @contextmanager
     def checkpoint_layout(self):
         packed = {name: parameter.data for name, parameter in self.model.named_parameters()}
