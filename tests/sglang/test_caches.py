@@ -45,6 +45,7 @@ class Scheduler(types.SimpleNamespace):
             ranks=types.SimpleNamespace(gather=lambda mine: [mine]),
             worker=types.SimpleNamespace(
                 region=nullcontext,
+                draft_copies=False,
                 agent=types.SimpleNamespace(loading=nullcontext),
                 manager=types.SimpleNamespace(
                     draft=types.SimpleNamespace(note_draft=lambda complete: None), learn_unfilled=lambda: False
