@@ -25,7 +25,7 @@ import torch
 
 from rl_memory_plugins.engines.layer_templates import LayerTemplate
 from rl_memory_plugins.engines.layer_tensors import STEP
-from rl_memory_plugins.engines.post_load import PostLoad, cache_scale_tensors, refuse_untried, unsupported
+from rl_memory_plugins.engines.post_load import PostLoad, refuse_untried, restoring_cache_scales, unsupported
 from rl_memory_plugins.engines.saved_layers import Graphs, SavedLayers
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.coverage import Coverage
@@ -178,9 +178,13 @@ class LayerReload:
                         opened.pop(layer).close(self._graphs)
             writes.run()
 
-        scales = [(one, one.clone()) for one in cache_scale_tensors(self._post_load.model).values()]
         try:
-            with self._context(), torch.no_grad(), self._post_load.repeating(partial=True):
+            with (
+                self._context(),
+                torch.no_grad(),
+                restoring_cache_scales(self._post_load.model),
+                self._post_load.repeating(partial=True),
+            ):
                 opened.update((layer, self._open(layer, plan)) for layer in sorted(held))
                 written = Coverage()
                 if held or streamed.keys() != plan.opaque.keys():
@@ -195,8 +199,6 @@ class LayerReload:
         except BaseException:
             for one in opened.values():
                 one.saved.restore()
-            for tensor, former in scales:  # steps write them in place; the layers have the former numbers again
-                tensor.copy_(former)
             raise
 
     def _require_read_layers(self, plan: LoadPlan) -> None:

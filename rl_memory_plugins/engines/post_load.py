@@ -262,6 +262,18 @@ def cache_scale_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+@contextmanager
+def restoring_cache_scales(model: torch.nn.Module) -> Iterator[None]:
+    """If the body fails, these tensors have their former numbers again. Post-load steps write them in place."""
+    scales = [(tensor, tensor.clone()) for tensor in cache_scale_tensors(model).values()]
+    try:
+        yield
+    except BaseException:
+        for tensor, former in scales:
+            tensor.copy_(former)
+        raise
+
+
 def _scaled(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     watch = of(model)
     layers = {layer for layer, one in watch.templates.items() if one.has_kv_scales} if watch is not None else set()

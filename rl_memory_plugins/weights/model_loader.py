@@ -178,7 +178,8 @@ class ModelLoader:
                 optional={} if reload is None else reload.optional,
             )
         if reload is not None and not reload.suits(plan):
-            self._filled = None  # of the other reload's layout
+            # What is known fits this reload's layout only.
+            self._filled, self._signature = None, ()
             return self.plan(manifest, self.drop_outdated(), kept)
         if reload is not None and plan.omitted:
             after = _of_kept_layers(expected, expected, kept)  # their names after the transformation

@@ -191,8 +191,8 @@ def _is_for_draft(added: Any, updater: Any, recv_req: Any) -> bool:
 
 def _note_draft(added: Any, recv_req: Any, *, success: bool) -> None:
     """An update is over. SGLang has given the tensors to the models that `selector` names."""
-    renewed = success and added.worker.draft_copies  # but for its copies: it stays as far behind as it was
-    if getattr(recv_req, "selector", "all") in ("all", "draft") and not renewed:
+    keeps_copies = success and added.worker.draft_copies  # these are as old as before, and so is the draft
+    if getattr(recv_req, "selector", "all") in ("all", "draft") and not keeps_copies:
         added.worker.manager.draft.note_draft(complete=success)
 
 

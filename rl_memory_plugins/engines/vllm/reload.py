@@ -225,12 +225,12 @@ class LayerwiseReload:
         # Not the hook of `worker.py`, which watches the loads of other callers.
         finalize = getattr(layerwise.finalize_layerwise_processing, "__wrapped__")  # noqa: B009
         layers = SavedLayers(dict(self._model.named_modules()))
-        scales = [(one, one.clone()) for one in post_load.cache_scale_tensors(self._model).values()]
         try:
             with (
                 set_current_vllm_config(self._vllm_config),
                 set_default_torch_dtype(config.dtype),
                 torch.no_grad(),
+                post_load.restoring_cache_scales(self._model),
                 self._post_load.repeating(partial=plan.partial or bool(plan.omitted)),
                 _new_moe_kernels(self._model) if self._device.type == "cpu" else nullcontext(),
                 _zeroed_memory() if plan.padding else nullcontext(),
@@ -245,8 +245,6 @@ class LayerwiseReload:
                     layers.keep_addresses(self._post_load.graphs if self._graphs else None)
         except BaseException:
             layers.restore()
-            for tensor, former in scales:  # the layers have the former numbers again
-                tensor.copy_(former)
             for layer in self._model.modules():
                 layerwise.get_layerwise_info(layer).reset()
             raise

@@ -614,8 +614,12 @@ def test_scales_that_the_checkpoint_had_may_stay() -> None:
 
 
 class AbsorbsBoth(Model):
+    absorbs_nothing = False
+
     def load_weights(self, weights: Any) -> None:
         super().load_weights(weights)
+        if self.absorbs_nothing:
+            return
         self.absorbed.copy_(self.one.weight.sum(0) + self.two.weight.sum(0))
 
 
@@ -638,6 +642,22 @@ def test_a_plan_that_holds_several_layers_is_left_to_the_engine_s_reload(made: t
     loader.reload = own
     update(loader, weights(2))  # by this reload, as there is no other here
     assert_equal(state(model), state(loaded(weights(2), made)))
+
+
+def test_no_plan_outlives_the_reload_that_it_was_made_for() -> None:
+    model = loaded(weights(1), AbsorbsBoth)
+    watch: Any = post_load.of(model)
+    loader = loader_of(model, reload={"holds_layers": False})
+    norm, whole = (
+        Manifest([spec_of(name, tensor) for name, tensor in weights(2).items() if name in names], partial=partial)
+        for names, partial in ((["norm"], True), (weights(2), False))
+    )
+    model.absorbs_nothing = True
+    first = loader.plan(norm, loader.drop_outdated())
+    assert first is loader.plan(norm, loader.drop_outdated()) and not watch.reload_holds_layers
+    model.absorbs_nothing = False
+    loader.plan(whole, loader.drop_outdated())
+    assert watch.reload_holds_layers and loader.plan(norm, loader.drop_outdated()) is not first
 
 
 def test_a_layer_that_has_left_the_model_is_refused() -> None:
