@@ -55,6 +55,10 @@ class HostCopier:
         self._pending.clear()
 
 
+LOWEST = 1 << 40
+"""The address of a tensor without memory is lower: it is an offset in a storage. So may that of memory be."""
+
+
 def require_memory(tensor: torch.Tensor) -> None:
     """
     Raises:

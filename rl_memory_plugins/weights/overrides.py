@@ -45,9 +45,14 @@ def is_stable(source: TensorSource) -> bool:
 
 def tensors_in(source: TensorSource, places: Places) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a source, made in `places` if the source can; see `weights.source.PlacingSource`."""
-    if isinstance(source, PlacingSource) and still_holds(source, "tensors_in", "tensors"):
+    if isinstance(source, PlacingSource) and makes_in_places(source):
         return source.tensors_in(places)
     return source.tensors()
+
+
+def makes_in_places(source: TensorSource) -> bool:
+    """Whether a source can make tensors in places that it is given; see `weights.source.PlacingSource`."""
+    return isinstance(source, PlacingSource) and still_holds(source, "tensors_in", "tensors")
 
 
 def _depth(one: Any, name: str) -> int:

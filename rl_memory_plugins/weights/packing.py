@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rl_memory_plugins.errors import WeightUpdateError
 from rl_memory_plugins.weights.buffers import CudaStaging
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, TensorSpec
-from rl_memory_plugins.weights.overrides import tensors_in
+from rl_memory_plugins.weights.overrides import makes_in_places, tensors_in
 from rl_memory_plugins.weights.routes import Packed, Route
 from rl_memory_plugins.weights.source import TensorSource, next_tensor
 
@@ -21,18 +21,24 @@ class Packing:
 
     A source that can makes its tensors in the buffer itself, if there is one buffer, which receivers read on a GPU.
 
+    Args:
+        exist: All tensors of the source exist before the update.
+
     Attributes:
         tensors: The iterator of the source.
     """
 
-    def __init__(self, source: TensorSource, manifest: Manifest, routes: list[Route]) -> None:
+    def __init__(self, source: TensorSource, manifest: Manifest, routes: list[Route], *, exist: bool = False) -> None:
         self._specs = manifest.tensors
         self._routes = routes
         self._current: Any = None  # the tensor that is packed in parts
         self._places: _BucketPlaces | None = None
+        self._staging: CudaStaging | None = None  # the only buffer, if it gets each tensor as it is
         buffer = routes[0].buffer if len(routes) == 1 else None
-        if isinstance(buffer, CudaStaging):
+        if isinstance(buffer, CudaStaging) and not exist and makes_in_places(source):
             self._places = _BucketPlaces(buffer, manifest.tensors)
+        elif isinstance(buffer, CudaStaging) and routes[0].cut is None:
+            self._staging = buffer
         self.tensors: Iterator[tuple[str, torch.Tensor]] = (
             source.tensors() if self._places is None else tensors_in(source, self._places)
         )
@@ -43,6 +49,8 @@ class Packing:
             self._places.begin(slot, entries)
         placed: dict[Route, list[BucketEntry]] = {route: [] for route in self._routes}
         left = {route: route.left_of(entries) for route in self._routes if route.cut is not None}
+        if self._staging is not None and self._current is None:
+            placed[self._routes[0]], entries = self._put_whole(self._staging, slot, entries)
         for entry in entries:
             spec, nbytes = self._specs[entry.index], entry.nbytes
             if entry.start == 0:
@@ -58,6 +66,18 @@ class Packing:
             if entry.start + nbytes == whole:
                 self._current = part = None
         return Packed(slot, placed, [copy for route in placed for copy in route.buffer.publish()])
+
+    def _put_whole(
+        self, staging: CudaStaging, slot: int, entries: Sequence[BucketEntry]
+    ) -> tuple[list[BucketEntry], Sequence[BucketEntry]]:
+        """Put the tensors of which the bucket has all rows.
+
+        Returns: their entries, and the rest: only the last tensor of a bucket may go on in the next one.
+        """
+        specs = [self._specs[entry.index] for entry in entries]
+        count = len(entries) - (bool(entries) and entries[-1].nbytes != specs[-1].nbytes)
+        staging.put_whole(slot, entries[:count], specs[:count], self.tensors)
+        return list(entries[:count]), entries[count:]
 
     def finish(self) -> None:
         """

@@ -252,7 +252,7 @@ class Routes:
             most: The largest bucket, in bytes.
         """
         needed = 0
-        sizes = [spec.nbytes for spec in self._cut.tensors]
+        sizes = self._cut.sizes()
         if self._resident is None:
             needed = 2 * max(sizes, default=0) + min(2 * self._group_bytes, sum(sizes))
             needed += 3 * staged.GROUP_BYTES if self._stable else 0

@@ -22,7 +22,7 @@ from rl_memory_plugins.weights.division import Need
 from rl_memory_plugins.weights.doors import Advertise
 from rl_memory_plugins.weights.links import await_slot, give_up, send_bytes
 from rl_memory_plugins.weights.listener import Listener
-from rl_memory_plugins.weights.manifest import SLOTS, BucketEntry, Manifest, manifest_error
+from rl_memory_plugins.weights.manifest import SLOTS, BucketEntry, Manifest, manifest_error, remembered
 from rl_memory_plugins.weights.overrides import as_sharded, resident_of
 from rl_memory_plugins.weights.packing import Packing
 from rl_memory_plugins.weights.parts import Parts
@@ -189,7 +189,7 @@ class WeightSender:
             parts = None if sharded is None else self._divide(manifest, routes, sharded, answers)
             if parts is None:
                 routes.cut(slices, buckets)
-                packing = Packing(source, manifest, routes.in_use())
+                packing = Packing(source, manifest, routes.in_use(), exist=resident is not None)
                 tensors = packing.tensors
                 self._stream(manifest.slots, buckets, packing)
             else:
@@ -202,7 +202,7 @@ class WeightSender:
                 done = self._listener.gather(self._listener.ranks, wire.Done)
             self._hold(routes.in_use())
             report = {
-                "bytes": sum(spec.nbytes for spec in manifest.tensors),
+                "bytes": sum(manifest.sizes()),
                 "tensors": len(manifest.tensors),
                 "buckets": len(buckets),
                 "staging_bytes": routes.staging_bytes(),
@@ -312,10 +312,7 @@ class WeightSender:
     def _negotiate(self, source: TensorSource, partial: bool) -> Manifest:
         """The manifest to offer. Ask the ranks first if the source can change what it sends."""
         while True:
-            manifest = Manifest(source.specs(), self._bucket_bytes, self._slots or SLOTS, partial)
-            mismatches = manifest.mismatches()
-            if mismatches:
-                raise manifest_error(mismatches)
+            manifest = Manifest(remembered(source.specs()), self._bucket_bytes, self._slots or SLOTS, partial)
             with timed(self._seconds, "connect"):
                 self._listener.connect()
             if not (isinstance(source, NegotiableSource) and source.negotiable):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rl_memory_plugins.trainer.offloading import host_view
-from rl_memory_plugins.trainer.sources.outgoing import Outgoing, copy_into
+from rl_memory_plugins.trainer.sources.outgoing import PLAIN, Outgoing, copy_into
 
 BATCH_BYTES = 64 << 20
 """The most bytes of all ranks in one collective, unless one tensor alone is larger."""
@@ -25,14 +25,15 @@ def gather_all(named: Iterable[tuple[str, Any]], outgoing: Outgoing) -> Iterator
     """
     batch: _Batch | None = None
     for name, tensor in named:
-        group = _group(tensor)
+        is_plain = type(tensor) in PLAIN  # the common case with thousands of tensors
+        group = None if is_plain else _group(tensor)
         if batch is not None and (group is None or not batch.has_room(name, tensor, group)):
             yield from batch.gather()
             batch = None
         if group is not None:
             batch = batch or _Batch(group, tensor.device_mesh.device_type, outgoing)
             batch.add(name, tensor)
-        elif hasattr(tensor, "full_tensor"):
+        elif not is_plain and hasattr(tensor, "full_tensor"):
             yield name, _redistributed(name, tensor, outgoing)
         else:
             yield name, outgoing.cast(name, host_view(tensor))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer.offloading import host_view, host_views
 from rl_memory_plugins.trainer.sources.gather import gather_all
+from rl_memory_plugins.trainer.sources.listing import list_plain
 from rl_memory_plugins.trainer.sources.outgoing import Dtypes, Outgoing, Rename
 from rl_memory_plugins.trainer.sources.peft_names import base_names, warn_of_adapters
 from rl_memory_plugins.trainer.sources.placements import is_sharded, layout_of
@@ -51,6 +52,7 @@ class ModelSource:
         self._outgoing = Outgoing(dtype, rename)
         self._holds_tensors = isinstance(model, (torch.nn.Module, dict))  # does not make them on access
         self._listed: tuple[list[str], list[Any]] | None = None  # from `specs` to `tensors`, as names and tensors
+        self._is_plain = False  # those are sent as they are, in their memory
         self._form: SavedForm | None = None
         self._as_held = False  # the tensors are sent as the module holds them
         self._fits_neither = False  # both forms were refused in this update
@@ -72,11 +74,26 @@ class ModelSource:
         self._listed = None
         if isinstance(self._model, torch.nn.Module):
             warn_of_adapters(self._model)
+        self._sharded, self._left_out, self._parts = {}, (), {}
+        entries, rename = self._entries(), self._renamed()
+        plain = list_plain(entries) if rename == self._outgoing.name and self._outgoing.is_plain else None
+        self._is_plain = plain is not None
+        if plain is None:
+            specs = self._list_each(named_tensors(entries, rename))
+        else:
+            tensors, specs = plain
+            self._listed = [spec.name for spec in specs], tensors
+        form = self._saved_form()
+        if form is None:
+            return specs
+        dtypes = {name: tensor.dtype for name, tensor in self._named()}
+        return [self._outgoing.spec(sent, dtypes[name], shape) for sent, shape, name in form.specs()]
+
+    def _list_each(self, found: Iterable[tuple[str, Any]]) -> list[TensorSpec]:
         # Without a tuple for each: many objects that live for a while make Python collect its garbage, for 80 ms.
         listed: tuple[list[str], list[Any]] = [], []
         specs = []
-        self._sharded, self._left_out, self._parts = {}, (), {}
-        for name, tensor in self._found():
+        for name, tensor in found:
             if self._holds_tensors:
                 listed[0].append(name)
                 listed[1].append(tensor)
@@ -85,11 +102,7 @@ class ModelSource:
             if is_apart:
                 self._sharded[name] = specs[-1].nbytes
         self._listed = listed if self._holds_tensors else None
-        form = self._saved_form()
-        if form is None:
-            return specs
-        dtypes = {name: tensor.dtype for name, tensor in self._named()}
-        return [self._outgoing.spec(sent, dtypes[name], shape) for sent, shape, name in form.specs()]
+        return specs
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         form, self._is_agreed = self._saved_form(), True
@@ -149,6 +162,9 @@ class ModelSource:
         if not self._holds_tensors:
             return None
         form = self._saved_form()
+        if form is None and self._is_plain and self._listed is not None:
+            plain = [tensor.detach() if tensor.requires_grad else tensor for tensor in self._listed[1]]
+            return None if any(map(torch.Tensor.is_neg, plain)) else host_views(plain)
         outgoing = self._outgoing if form is None else OfParameters(self._outgoing, form)
         names, tensors = [], []
         for name, tensor in self._named():
@@ -167,11 +183,16 @@ class ModelSource:
         return list(self._found()) if self._holds_tensors else self._found()
 
     def _found(self) -> Iterator[tuple[str, Any]]:
-        rename: Callable[[str], str | None] = self._outgoing.name
+        return named_tensors(self._entries(), self._renamed())
+
+    def _entries(self) -> Mapping[str, Any]:
+        return self._model.state_dict(keep_vars=True) if isinstance(self._model, torch.nn.Module) else self._model
+
+    def _renamed(self) -> Rename:
         base = base_names(self._model) if isinstance(self._model, torch.nn.Module) else None
-        if base is not None:
-            rename = lambda name: None if (own := base(name)) is None else self._outgoing.name(own)  # noqa: E731
-        return named_tensors(self._model, rename)
+        if base is None:
+            return self._outgoing.name
+        return lambda name: None if (own := base(name)) is None else self._outgoing.name(own)
 
     def _saved_form(self) -> SavedForm | None:
         """The form in which the tensors are sent; `None` if that is the module's own."""

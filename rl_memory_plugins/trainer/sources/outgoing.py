@@ -21,6 +21,9 @@ Rename = Callable[[str], str | None]
 Dtypes: TypeAlias = torch.dtype | Mapping[str, torch.dtype] | EngineDtypes | Literal["engine"] | None
 """The dtypes in which tensors are sent, see `Outgoing`."""
 
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+"""Types whose tensors have memory of their own, of their dtype."""
+
 PIECE = 16 << 20
 """The number of elements in host memory that a GPU casts at a time."""
 
@@ -40,6 +43,11 @@ class Outgoing:
     def __init__(self, dtype: Dtypes = None, rename: Rename | None = None) -> None:
         self._dtype = EngineDtypes() if isinstance(dtype, str) else dtype
         self.rename = rename
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tensors are sent in the trainer's dtypes, under its names."""
+        return self._dtype is None and self.rename is None
 
     @property
     def negotiable(self) -> bool:
@@ -84,6 +92,8 @@ class Outgoing:
         few threads of a trainer cast it.
         """
         tensor = tensor.detach() if tensor.requires_grad else tensor
+        if self._dtype is None:
+            return tensor
         dtype = self.sent_as(name, tensor.dtype)
         if tensor.dtype == dtype:
             return tensor

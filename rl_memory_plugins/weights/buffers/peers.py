@@ -8,10 +8,7 @@ import torch
 
 from rl_memory_plugins.weights.buffers.streams import Streams
 from rl_memory_plugins.weights.cuda_ipc import CudaGpu
-from rl_memory_plugins.weights.host_copy import require_memory
-
-_LOWEST = 1 << 40
-"""An offset in a storage without memory is lower. So may an address be; it is looked at once more then."""
+from rl_memory_plugins.weights.host_copy import LOWEST, require_memory
 
 
 class PeerCopies:
@@ -49,7 +46,7 @@ class PeerCopies:
             WeightUpdateError: the tensor has no memory.
         """
         address = tensor.data_ptr()
-        if address < _LOWEST:
+        if address < LOWEST:
             require_memory(tensor)
         if not nbytes:
             return

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from rl_memory_plugins.weights.cuda_ipc import Mappings, allocations_of
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import ALIGNMENT, BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import can_group_copy
+from rl_memory_plugins.weights.source import name_of, next_tensor
 
 _BOUNCE_BYTES = 64 << 20
 
@@ -220,6 +221,34 @@ class CudaStaging(_CudaSlots):
             self._current_stream()
             return entry
         return super().put(slot, entry, spec, tensor)
+
+    def put_whole(
+        self,
+        slot: int,
+        entries: Sequence[BucketEntry],
+        specs: Sequence[TensorSpec],
+        tensors: Iterator[tuple[str, torch.Tensor]],
+    ) -> None:
+        """`put` of the next tensors of a source, each of which has all its rows in this bucket.
+
+        From another GPU it takes a third of the time of `next_tensor` and `put`, which matters with thousands.
+
+        Raises:
+            WeightUpdateError: see `next_tensor`.
+        """
+        start, done = self._addresses[slot], 0
+        for entry, spec, (name, tensor) in zip(entries, specs, tensors, strict=False):  # takes no tensor more
+            is_listed = name == spec.name and tensor.shape == spec.shape and name_of(tensor.dtype) == spec.dtype
+            if not is_listed or tensor.is_neg():
+                tensor = next_tensor(spec, iter([(name, tensor)]))
+            peer = self._peers.get(tensor.device)
+            if peer is not None and tensor.is_contiguous():
+                peer.add(start + entry.offset, tensor, entry.nbytes)
+            else:
+                self.put(slot, entry, spec, tensor)
+            done += 1
+        if done < len(specs):
+            next_tensor(specs[done], tensors)  # raises
 
     def close(self) -> None:
         self._given = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,10 +14,14 @@ class Streams:
     def __init__(self) -> None:
         self._streams: set[Any] = set()
         self._current: dict[int, tuple[int, Any]] = {}  # by GPU, the current stream and its handle
+        # The handle of a GPU's current stream. To make the stream takes ten times as long, which matters with thousands
+        # of tensors. A torch may lack the function: then only the stream itself tells.
+        self._handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
     def current(self, gpu: int) -> Any:
         """The current stream of a GPU, noted for the next `synchronize`."""
-        handle, known = _handle(gpu), self._current.get(gpu)
+        handle = None if self._handle is None else self._handle(gpu)
+        known = self._current.get(gpu)
         if known is not None and known[0] == handle:
             return known[1]
         stream = torch.cuda.current_stream(gpu)
@@ -46,12 +51,3 @@ class Streams:
             stream.synchronize()
         self._streams.clear()
         self._current.clear()
-
-
-def _handle(gpu: int) -> int | None:
-    """The handle of a GPU's current stream; `None` if only the stream itself tells.
-
-    To make the stream takes ten times as long, which matters with thousands of tensors.
-    """
-    find = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-    return None if find is None else int(find(gpu))

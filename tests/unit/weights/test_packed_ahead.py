@@ -332,3 +332,73 @@ def test_buckets_for_another_gpu_are_smaller(gpus, monkeypatch):
         placed = gpus["GPU-0"].place(checkpoint(3, opaque=False))
         report, _ = send(ranks, placed, transport="cuda_ipc", bucket_bytes=1024)
         assert (report["staging_bytes"] <= 2 * 512) == smaller
+
+
+class FromFirst(OneByOne):
+    """Tensors of the first GPU, for an engine on the second."""
+
+    def tensors(self):
+        return ((name, tensor.as_subclass(OnFirst)) for name, tensor in super().tensors())
+
+
+@pytest.fixture
+def on_second(monkeypatch):
+    """Slots that say they lie on the second GPU."""
+    make = buffers.CudaStaging.__init__
+
+    def made(self, *arguments, **options):
+        make(self, *arguments, **options)
+        self._slots = [slot.as_subclass(OnSecond) for slot in self._slots]
+
+    monkeypatch.setattr(buffers.CudaStaging, "__init__", made)
+    monkeypatch.setattr(buffers.CudaStaging, "publish", lambda self: self._begin_copies() or ())
+
+
+@pytest.mark.parametrize("bucket_bytes", [64, 256, 512, 1 << 20])
+def test_tensors_of_another_gpu_arrive_whole_or_in_parts(gpus, streams, own_streams, on_second, bucket_bytes):
+    rank, tensors = gpu_rank(rank=1), checkpoint(3)
+    report, _ = send([rank], FromFirst(tensors), bucket_bytes=bucket_bytes, transport="cuda_ipc")
+    copied = sum(sum(nbytes) if isinstance(nbytes, list) else nbytes for nbytes, _ in gpus["GPU-0"].copied)
+    assert copied == report["bytes"]
+    rank.model.assert_unchanged(loaded(tensors))
+
+
+def test_a_lazy_negation_of_another_gpu_is_in_the_bytes(gpus, streams, own_streams, on_second):
+    class Negated(FromFirst):
+        def tensors(self):
+            return ((name, torch._neg_view(tensor.neg())) for name, tensor in super().tensors())
+
+    rank, tensors = gpu_rank(rank=1), checkpoint(3)
+    send([rank], Negated(tensors), transport="cuda_ipc")
+    rank.model.assert_unchanged(loaded(tensors))
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 1 << 20])
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("ends", "the source ended before it yielded o.weight"),
+        ("name", "the source yielded x.weight"),
+        ("shape", "the source yielded o.weight torch.bfloat16"),
+        ("dtype", "the source yielded o.weight torch.float32"),
+    ],
+)
+def test_a_source_on_another_gpu_that_does_not_yield_what_it_lists(
+    gpus, streams, own_streams, on_second, fault, message, bucket_bytes
+):
+    class Faulty(FromFirst):
+        def tensors(self):
+            for name, tensor in super().tensors():
+                if name != "o.weight":
+                    yield name, tensor
+                elif fault == "ends":
+                    return
+                elif fault == "name":
+                    yield "x.weight", tensor
+                else:
+                    yield name, tensor.float() if fault == "dtype" else tensor[:1]
+
+    rank = gpu_rank(rank=1)
+    outcome, _ = send([rank], Faulty(checkpoint(3)), transport="cuda_ipc", bucket_bytes=bucket_bytes)
+    assert isinstance(outcome, WeightUpdateError) and message in str(outcome)
+    assert not gpus["GPU-1"].mapped
