@@ -9,10 +9,10 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from itertools import accumulate
 
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.memory.allocator import Block, Device
+from rl_memory_plugins.memory.copies import bytes_of_pairs, copies_of, pairs_outside
 from rl_memory_plugins.memory.host_memory import free_host_bytes, libc, refusal_of, whole_pages
 from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, Demand, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.ranges import subtract
@@ -324,7 +324,7 @@ class Backup:
         """
         large = [block for block in unused if block.nbytes >= MIN_LEFT_OUT]
         self._left_out = subtract(large, self.identified)
-        pairs = _pairs(self._copies, [*gone, *self._left_out, *(self.identified if clean else ())])
+        pairs = pairs_outside(self._copies, [*gone, *self._left_out, *(self.identified if clean else ())])
         if not clean:
             self._fingerprint = None
         if pairs:
@@ -333,7 +333,7 @@ class Backup:
             self.epoch = epoch
             if self.identified and not gone:
                 self._fingerprint = self._identity(device)
-        return _nbytes(pairs)
+        return bytes_of_pairs(pairs)
 
     def finish(self) -> None:
         """Wait for the running copy, if any. An interrupted wait can be made again."""
@@ -355,7 +355,7 @@ class Backup:
         """
         self._fingerprint, self._left_out = None, []
         before = self._identity(device)
-        for block, address in _pairs(self._copies, ()):
+        for block, address in pairs_outside(self._copies, ()):
             for start in range(0, block.nbytes, STEP_BYTES):
                 if not go_on():
                     return False
@@ -371,10 +371,10 @@ class Backup:
 
         Returns: the bytes to copy.
         """
-        pairs = _pairs(self._copies, [*subtract(self.blocks, blocks), *self._left_out])
+        pairs = pairs_outside(self._copies, [*subtract(self.blocks, blocks), *self._left_out])
         if pairs:
             self._wait = device.begin_copy_from_host(pairs)
-        return _nbytes(pairs)
+        return bytes_of_pairs(pairs)
 
     def arrived(self, device: Device, blocks: Sequence[Block]) -> bool:
         """Whether `begin_restore` has brought these blocks their own bytes. Only a shared copy needs the check."""
@@ -386,7 +386,11 @@ class Backup:
         near = self._copies[first : bisect_left(self._copies, part.end, key=lambda copy: copy[0].address)]
         if not near:
             return []
-        return _pairs(near, [*subtract([block for block, _ in near], [part]), *self._left_out])
+        return pairs_outside(near, [*subtract([block for block, _ in near], [part]), *self._left_out])
+
+    def forget(self, live: Sequence[Block]) -> None:
+        """Hold nothing of blocks that have been freed: another tensor may lie there. `live`: the others."""
+        self._left_out = [*self._left_out, *subtract(self.blocks, [*live, *self._left_out])]
 
     @property
     def fingerprint(self) -> int | None:
@@ -422,27 +426,3 @@ class Backup:
         address, self.nbytes, self._address = self._address, 0, 0
         if address:
             self._arena.release(address)
-
-
-def copies_of(blocks: Sequence[Block], address: int) -> list[tuple[Block, int]]:
-    """The blocks, each with the address of its copy. The copies lie one after the other from `address` on."""
-    return list(zip(blocks, accumulate((block.nbytes for block in blocks), initial=address), strict=False))
-
-
-def _pairs(copies: Sequence[tuple[Block, int]], holes: Sequence[Block]) -> list[tuple[Block, int]]:
-    """The parts of blocks outside `holes`, each with the address of its copy.
-
-    Args:
-        copies: The blocks, by ascending address, each with the address of its copy.
-    """
-    blocks, addresses = [block for block, _ in copies], [address for _, address in copies]
-    starts = [block.address for block in blocks]
-    pairs = []
-    for part in subtract(blocks, holes):  # no part spans two blocks
-        at = bisect_right(starts, part.address) - 1
-        pairs.append((part, addresses[at] + part.address - starts[at]))
-    return pairs
-
-
-def _nbytes(pairs: Sequence[tuple[Block, int]]) -> int:
-    return sum(block.nbytes for block, _ in pairs)

@@ -35,7 +35,7 @@ from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.regions import keep_forever, regions_of
 from rl_memory_plugins.memory.residual import ResidualMemory
 from rl_memory_plugins.memory.segments import Segments, pool_key
-from rl_memory_plugins.memory.torch_settings import missing_symbols, set_torch_option, torch_options
+from rl_memory_plugins.memory.torch_settings import has_torch_option, missing_symbols, set_torch_option, torch_options
 from rl_memory_plugins.tags import Tag
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,9 @@ TORCH_SYMBOLS = (
     "cuda.use_mem_pool",
     "cuda.memory._snapshot",
 )
+
+_RELEASES_LOCK = "release_lock_on_cudamalloc"
+"""The option of torch without which a thread that waits for the GIL in `malloc` holds torch's lock."""
 
 _MALLOC = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
 
@@ -94,7 +97,7 @@ class CudaVmmAllocator(Allocator):
         self._allocators_lock = threading.Lock()  # guards the next
         self._torch_allocators: dict[str, tuple[Any, Any]] = {}  # with the callbacks, which must live as long
         keep_forever(self)  # keeps all callbacks, allocators and pools
-        set_torch_option("release_lock_on_cudamalloc", True)
+        set_torch_option(_RELEASES_LOCK, True)
         self._require_custom_pools()
 
     # -- regions ------------------------------------------------------------------------------------------
@@ -272,6 +275,9 @@ class CudaVmmAllocator(Allocator):
         return self._residual(self._segments.by_pool(), {pool_key(pool) for pool in pools}, resident)
 
     def adopt(self, tag: str, tensors: Iterable[Any]) -> None:
+        if not has_torch_option(_RELEASES_LOCK):  # other code has set options since, which resets those that it omits
+            set_torch_option(_RELEASES_LOCK, True)
+            self._require_custom_pools()
         move_storages(self, tag, tensors)
 
     def _live(self, tag: str) -> list[_Mapping]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Device
-from rl_memory_plugins.memory.backup import STEP_BYTES, Backup, PagedArena, copies_of
+from rl_memory_plugins.memory.backup import STEP_BYTES, Backup, PagedArena
+from rl_memory_plugins.memory.copies import copies_of
 from rl_memory_plugins.memory.preparation import AllocationCancelled, always
 from rl_memory_plugins.memory.ranges import intersect, merge, subtract
 from rl_memory_plugins.memory.shared_buffer import KEY_BYTES

@@ -45,6 +45,8 @@ class SleepCopies(Transitions):
         prepared = self._prepared_sleep
         if prepared is None:
             return
+        if any(backup is self._backups.get(tag) for tag, backup in prepared.backups.items()):
+            self.device.synchronize()  # another stream may still write
         for tag, backup in prepared.backups.items():
             if tags is not None and tag not in tags:
                 continue

@@ -15,19 +15,28 @@ def torch_options() -> dict[str, Any]:
     return dict(torch.cuda.memory._snapshot().get("allocator_settings", {}))
 
 
+def has_torch_option(name: str) -> bool:
+    """Whether the latest settings string switches an option on. One of other code may have omitted it."""
+    return any(field.replace(" ", "") == f"{name}:True" for field in _fields())
+
+
 def set_torch_option(name: str, value: bool) -> None:
     """Change one setting of torch's caching allocator, for the process.
 
     torch resets every setting that a new settings string omits, so the function amends the current string.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-    texts = [str(source[key]) for source in (torch_options(), os.environ) for key in names if source.get(key)]
-    text = texts[0] if texts else ""
-    fields = [field for field in text.split(",") if field and field.partition(":")[0].strip() != name]
+    fields = [field for field in _fields() if field.partition(":")[0].strip() != name]
     set_settings = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
     if set_settings is None:
         set_settings = torch.cuda.memory._set_allocator_settings
     set_settings(",".join([*fields, f"{name}:{value}"]))
+
+
+def _fields() -> list[str]:
+    """The settings that the current string names."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    texts = [str(source[key]) for source in (torch_options(), os.environ) for key in names if source.get(key)]
+    return [field for field in (texts[0] if texts else "").split(",") if field]
 
 
 def missing_symbols(owner: object, paths: Iterable[str]) -> list[str]:

@@ -82,7 +82,7 @@ class RolloutHandoff:
             engine to one process, and an empty list to processes without an engine.
         source: The tensors to send: a `TensorSource`, a module or a mapping.
         weights: What the update reads, one part or several: modules, parts of a `PausableMemory` and other `Movable`s.
-            The gradients of modules move with `others`.
+            The gradients of modules move with `others`, also those that a `PausableMemory` drops.
         others: What only training needs, one part or several: optimisers, reference models, parts of a
             `PausableMemory`.
         from_host: Offload the weights before the engines wake theirs, and send them from host memory. The device then
@@ -106,7 +106,7 @@ class RolloutHandoff:
             `process_groups` of a `PausableMemory`.
         memory_fraction: The share of its GPU that torch may use in this process while the trainer has the device, from
             `load` until the weights are offloaded or, where they leave behind the engines, these open. The rest is for
-            the memory that sleeping engines keep.
+            the memory that sleeping engines keep. torch counts also what sleeps in this process: an engine, or tags.
         on_failure: What follows if an engine fails in a step. `abort`: the handoff fails. `continue`: it goes on
             without that engine, and `HandoffReport.failed` names the engine with its error and its state. An engine
             that was left out is closed before the others open, if it answers at all: none answers under former weights

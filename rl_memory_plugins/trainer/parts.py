@@ -17,6 +17,7 @@ from rl_memory_plugins.trainer.offloading import Moved, Offloader
 from rl_memory_plugins.trainer.pausable import PausableMemory
 from rl_memory_plugins.trainer.pausable_part import Pausable, PausablePart, commit_all, tags_of
 from rl_memory_plugins.trainer.peers import Peers
+from rl_memory_plugins.trainer.targets import GRADIENTS
 
 COLLECT_THRESHOLD_BYTES = 256 << 20
 """Garbage is collected only if torch holds this many bytes besides the weights."""
@@ -42,7 +43,8 @@ class TrainerParts:
         peers: The processes of the trainer.
 
     Attributes:
-        weights, others: The parts as `Movable`s. The gradients of modules in `weights` are among `others`.
+        weights, others: The parts as `Movable`s. The gradients of modules in `weights` are among `others`, and
+            those that a `PausableMemory` of a part drops.
     """
 
     def __init__(self, weights: Any, others: Any, peers: Peers, *, overlap: bool, memory_fraction: float) -> None:
@@ -50,6 +52,12 @@ class TrainerParts:
         modules = [part for part in weights if isinstance(part, torch.nn.Module) and not isinstance(part, Movable)]
         self.weights = [_movable(part, gradients=False) for part in weights]
         self.others = [*(_movable(part) for part in others), Offloader(*modules, gradients=True)]
+        named = tags_of([*self.weights, *self.others])
+        self.others += [
+            PausablePart(memory, [GRADIENTS])
+            for memory, tags in named.items()
+            if memory.drops_gradients and GRADIENTS not in tags
+        ]
         self._peers = peers
         self._overlap = overlap
         self._memory_fraction = memory_fraction

@@ -340,6 +340,11 @@ class PausableMemory(PausableTensors):
             )
         return list(dict.fromkeys(names))
 
+    @property
+    def drops_gradients(self) -> bool:
+        """Whether it has modules whose gradients a sleep of the tag `gradients` drops."""
+        return GRADIENTS in self._dropped.intersection(self._manager.tags)
+
     def part(self, *tags: str) -> PausablePart:
         """These tags as a part of a `RolloutHandoff`."""
         return PausablePart(self, self._chosen(tags))

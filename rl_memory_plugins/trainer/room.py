@@ -62,7 +62,7 @@ def needs_of(engines: Sequence[EngineHandle]) -> Needs:
             return Needs(None, None)
         try:
             asleep = {tag: ask(tag.value) for tag in PUBLIC_TAGS}
-        except RLMemoryError:
+        except Exception:  # as any call of an engine may fail, e.g. with an error of Ray
             all_tell = False
             continue  # it will hardly wake; and if it does and lacks memory, it wakes again later
         _add(weights, asleep[Tag.WEIGHTS])

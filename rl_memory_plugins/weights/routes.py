@@ -410,8 +410,8 @@ def _current_gpu(gpus: Mapping[str, int]) -> str | None:
 
 
 def _source_gpu(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> str | None:
-    devices = {tensor.device for tensor in tensors or ()}
-    return next((name for name, index in local.items() if devices == {torch.device("cuda", index)}), None)
+    indices = {tensor.get_device() for tensor in tensors or ()}  # -1 for the host
+    return next((name for name, index in local.items() if indices == {index}), None)
 
 
 def _with_buckets(manifest: Manifest, nbytes: int) -> Manifest:

@@ -171,6 +171,44 @@ def test_what_was_written_after_an_early_begin_is_copied_again_where_a_clean_cop
     assert rank.contents() == written
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_clean_copy_is_compared_once_all_streams_have_written(rank, monkeypatch, begun):
+    sleep(rank, tags=[Tag.WEIGHTS])
+    wake(rank, [Tag.WEIGHTS])
+    rank.manager.prepare_sleep(Level.PRESERVE, [Tag.WEIGHTS])
+    if begun:
+        rank.manager.begin_sleep()
+    late = [lambda: rank.allocator.write(rank.parameter, b"late" * 100)]  # on a stream that nobody waits for
+    synchronize = rank.device.synchronize
+
+    def arrive():
+        synchronize()
+        while late:
+            late.pop()()
+
+    monkeypatch.setattr(rank.device, "synchronize", arrive)
+    rank.manager.recheck_copies()
+    rank.manager.commit_sleep()
+    wake(rank, [Tag.WEIGHTS])
+    assert not late and rank.allocator.read(rank.parameter).startswith(b"late" * 100)
+
+
+@pytest.mark.parametrize("end", ["abort_wake", "commit_wake"])
+def test_no_copy_stands_for_memory_that_was_freed_asleep(rank, end):
+    """A wake that comes to nothing has freed the addresses of tensors that ended: another one may lie there."""
+    sleep(rank, tags=[Tag.WEIGHTS])
+    gone, kept = rank.buffer, rank.parameter
+    assert rank.manager.host_copies(gone) and rank.manager.host_copies(kept)
+    rank.allocator.free(gone)
+    rank.manager.prepare_wake([Tag.WEIGHTS])
+    getattr(rank.manager, end)()
+    assert rank.manager.host_copies(gone) == []
+    if end == "abort_wake":
+        assert [block for block, _ in rank.manager.host_copies(kept)] == [kept]
+        wake(rank, [Tag.WEIGHTS])
+    rank.manager.check_integrity()
+
+
 def test_memory_that_came_after_an_early_begin_is_not_released(rank):
     rank.manager.prepare_sleep(Level.PRESERVE, [Tag.WEIGHTS])
     rank.manager.begin_sleep()

@@ -38,7 +38,17 @@ from rl_memory_plugins.trainer import (
     StreamSource,
     handoff,
 )
-from rl_memory_plugins.trainer.room import AMPLE_BYTES, ROOM_BYTES, Needs, Room, is_ample, lacks_memory, room, suffices
+from rl_memory_plugins.trainer.room import (
+    AMPLE_BYTES,
+    ROOM_BYTES,
+    Needs,
+    Room,
+    is_ample,
+    lacks_memory,
+    needs_of,
+    room,
+    suffices,
+)
 from rl_memory_plugins.trainer.sources.model import only_reads
 
 GiB = 1 << 30
@@ -803,6 +813,17 @@ def test_an_engine_object_tells_what_its_weights_need():
             return [type("Engine", (), {"ranks": [Status, Asleep]})]
 
     assert EngineObject(Llm()).asleep_bytes("weights") == [("cpu:0", 0), ("cpu:1", 7)]
+
+
+@pytest.mark.parametrize("error", [RLMemoryError("cannot reach it"), TimeoutError("an actor"), KeyError("weights")])
+def test_an_engine_that_fails_to_tell_its_need_needs_nothing(error):
+    def fails(tag):
+        raise error
+
+    well, dead = ToyEngine(), ToyEngine()
+    well.asleep_bytes, dead.asleep_bytes = lambda tag: [("GPU-0", GiB)], fails
+    found = needs_of([well, dead])
+    assert found.weights == {"GPU-0": GiB} and found.everything is None
 
 
 # -- two processes ------------------------------------------------------------------------------------------

@@ -372,6 +372,28 @@ def test_state_comes_while_the_body_runs_and_the_losses_stay_the_same(monkeypatc
     assert losses == expected
 
 
+@pytest.mark.parametrize(
+    ("dropped", "others", "stay"),
+    [
+        (("gradients",), ["optimizer"], False),
+        (("gradients",), ["gradients", "optimizer"], False),
+        ((), ["optimizer"], True),  # gradients that no sleep drops are a tag like any other
+        ((), ["gradients", "optimizer"], True),
+    ],
+)
+def test_gradients_that_a_memory_drops_leave_without_being_named(dropped, others, stay):
+    model = Paged()
+    memory = PausableMemory(model, optimizer := adamw(model), dropped=dropped)
+    weights, rest = [memory.part("parameters")], [memory.part(*others)]
+    handoff = RolloutHandoff(ToyEngine(), model.sent, weights=weights, others=rest, bucket_bytes=256)
+    with handoff.training():
+        learn(model, optimizer)
+        model().backward()
+    assert all((parameter.grad is not None) == stay for parameter in model.parameters())
+    with handoff.training():
+        assert all((parameter.grad is not None) == stay for parameter in model.parameters())
+
+
 def test_a_body_without_a_step_loses_nothing(monkeypatch):
     setup = Handoff(monkeypatch)
     with setup.handoff.training():

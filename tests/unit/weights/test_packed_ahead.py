@@ -8,7 +8,7 @@ from fake_gpu import OneByOne, gpu_rank
 from test_transports import send
 from toys import ToyModel, checkpoint, loaded
 
-from rl_memory_plugins.errors import WeightUpdateError
+from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights import buffers, routes, wire
 from rl_memory_plugins.weights.buffers import staged
@@ -152,6 +152,45 @@ def test_tensors_that_something_else_holds_are_copied_a_bucket_at_a_time(gpus, s
     assert gpus["GPU-0"].copied == []
     staging.publish()
     assert gpus["GPU-0"].copied == [([48] * 5, "own of 0")]
+    staging.close()
+
+
+def unknown(address):
+    raise UnsupportedError("no allocation contains it")
+
+
+@pytest.mark.parametrize(
+    ("order", "offsets", "copies"),
+    [
+        ([0, 1, 2, 3], [0, 1, 2, 3], [1024]),
+        ([0, 1, 3, 2], [0, 1, 2, 3], [512, 256, 256]),
+        ([0, 1, 2, 3], [0, 1, 3, 4], [512, 512]),  # the slot has room in between
+        ([2, 3, 0, 1], [0, 1, 2, 3], [512, 512]),
+    ],
+)
+@pytest.mark.parametrize("case", ["one allocation", "two allocations", "unknown memory"])
+def test_tensors_that_lie_together_in_one_allocation_are_one_copy(
+    gpus, streams, own_streams, monkeypatch, order, offsets, copies, case
+):
+    made = {str(number): torch.full((64,), float(number)) for number in range(4)}
+    placed = list(gpus["GPU-0"].place(made, per_allocation=4).values())
+    start = placed[0].data_ptr()
+    if case == "unknown memory":
+        monkeypatch.setattr(gpus["GPU-0"], "bytes_from", unknown)
+    elif case == "two allocations":  # neighbours of which no copy may cover both
+        ends = [start + 512, start + 1024]
+        ends_of = lambda address: next(end for end in ends if address < end) - address  # noqa: E731
+        monkeypatch.setattr(gpus["GPU-0"], "bytes_from", ends_of)
+        copies = {1: [512, 512]}.get(len(copies), copies)
+    expected = [256] * 4 if case == "unknown memory" else copies
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True, held=True)
+    for number, place in zip(order, offsets, strict=True):
+        put(staging, 0, place, placed[number].as_subclass(OnFirst))
+    staging.publish()
+    ((sizes, _),) = gpus["GPU-0"].copied
+    assert sizes == (expected if len(expected) > 1 else expected[0])
+    for number, place in zip(order, offsets, strict=True):
+        assert torch.equal(at(staging, 0, place, made[str(number)]), made[str(number)])
     staging.close()
 
 
