@@ -290,9 +290,7 @@ class MemoryManager(SleepCopies):
             with self._acting(), self._timed("reserve"):
                 for tag in reversed(tags):
                     if self._states[tag] is not TagState.RESIDENT:
-                        reservations[tag] = self.allocator.reserve(tag)  # frees what tensors have left
-                        if tag in self._backups:
-                            self._backups[tag].forget(self.allocator.blocks(tag))
+                        reservations[tag] = self._reserve(tag)
                 self._prepared_wake = reservations
         except BaseException:
             self._prepared_wake = None

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Collection
 
 from rl_memory_plugins.errors import StateConflictError
+from rl_memory_plugins.memory.allocator import Reservation
 from rl_memory_plugins.memory.backup import Backup
 from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.ranges import subtract
@@ -40,19 +41,31 @@ class SleepCopies(Transitions):
             prepared.has_begun = True
             self._begin_copies(prepared, prepared.states, synchronize=False)
 
-    def recheck_copies(self, tags: Collection[str] | None = None) -> None:
-        """Copy the blocks of prepared tags again whose clean copy no longer matches them. Default: of all."""
+    def recheck_copies(self, tags: Collection[str] | None = None, *, synchronize: bool = True) -> None:
+        """Copy the blocks of prepared tags again whose clean copy no longer matches them. Default: of all.
+
+        Args:
+            synchronize: Wait for the device before, unless the copies have begun: nothing may have written since.
+        """
         prepared = self._prepared_sleep
         if prepared is None:
             return
-        if any(backup is self._backups.get(tag) for tag, backup in prepared.backups.items()):
+        kept = {tag: one for tag, one in prepared.backups.items() if one is self._backups.get(tag)}
+        if tags is not None:
+            kept = {tag: one for tag, one in kept.items() if tag in tags}
+        if kept and synchronize and not prepared.has_begun:
             self.device.synchronize()  # another stream may still write
-        for tag, backup in prepared.backups.items():
-            if tags is not None and tag not in tags:
-                continue
-            if backup is self._backups.get(tag) and not backup.is_clean(self.device, backup.blocks, self.epoch):
+        for tag, backup in kept.items():
+            if not backup.is_clean(self.device, backup.blocks, self.epoch):
                 del self._backups[tag]  # a backup that is not among these counts as new, and is copied as a whole
                 prepared.copied.pop(tag, None)
+
+    def _reserve(self, tag: str) -> Reservation:
+        try:
+            return self.allocator.reserve(tag)
+        finally:  # also a failed one has freed what tensors have left
+            if tag in self._backups:
+                self._backups[tag].forget(self.allocator.blocks(tag))
 
     def _require_sleep(self) -> PreparedSleep:
         if self._prepared_sleep is None:

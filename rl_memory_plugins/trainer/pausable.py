@@ -175,7 +175,7 @@ class PausableMemory(PausableTensors):
                     self.drop_gradients()
                     self._manager.device.trim(TRIM_THRESHOLD_BYTES)
                 if self._pending.changing:
-                    self._manager.recheck_copies()
+                    self._manager.recheck_copies(synchronize=False)  # it would wait for copies of other memories
                     self._manager.begin_sleep()
             except BaseException:
                 self.abort()
@@ -342,8 +342,8 @@ class PausableMemory(PausableTensors):
 
     @property
     def drops_gradients(self) -> bool:
-        """Whether it has modules whose gradients a sleep of the tag `gradients` drops."""
-        return GRADIENTS in self._dropped.intersection(self._manager.tags)
+        """Whether it has modules, whose gradients a sleep of the tag `gradients` drops."""
+        return GRADIENTS in self._dropped and self._targets.has_modules
 
     def part(self, *tags: str) -> PausablePart:
         """These tags as a part of a `RolloutHandoff`."""

@@ -130,6 +130,11 @@ class Targets:
         for module in self._modules():
             yield from (parameter for parameter in module._parameters.values() if parameter is not None)
 
+    @property
+    def has_modules(self) -> bool:
+        """Whether there are modules among the targets."""
+        return next(self._modules(), None) is not None
+
     def _modules(self) -> Iterator[torch.nn.Module]:
         for target, _ in self._tags:
             if isinstance(target, torch.nn.Module):

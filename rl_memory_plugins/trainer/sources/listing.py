@@ -62,6 +62,7 @@ def _specs_of(names: list[str], tensors: list[torch.Tensor]) -> list[TensorSpec]
     shapes = [tensor.shape for tensor in tensors]
     for known in _recent:
         if known.names == names and known.dtypes == dtypes and known.shapes == shapes:
+            _recent = [known, *(one for one in _recent if one is not known)]
             return list(known.specs)
     specs = [spec_of(without_wrappers(name), tensor) for name, tensor in zip(names, tensors, strict=True)]
     _recent = [_Known(names, dtypes, shapes, specs), *_recent[: _KEPT - 1]]

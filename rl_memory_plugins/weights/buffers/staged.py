@@ -236,19 +236,24 @@ class CudaStaging(_CudaSlots):
         Raises:
             WeightUpdateError: see `next_tensor`.
         """
-        start, done = self._addresses[slot], 0
-        for entry, spec, (name, tensor) in zip(entries, specs, tensors, strict=False):  # takes no tensor more
-            is_listed = name == spec.name and tensor.shape == spec.shape and name_of(tensor.dtype) == spec.dtype
-            if not is_listed or tensor.is_neg():
-                tensor = next_tensor(spec, iter([(name, tensor)]))
+        start = self._addresses[slot]
+        for entry, spec in zip(entries, specs, strict=True):
+            tensor: torch.Tensor | None
+            name, tensor = next(tensors, ("", None))
+            if (
+                tensor is None
+                or name != spec.name
+                or tensor.shape != spec.shape
+                or name_of(tensor.dtype) != spec.dtype
+                or tensor.is_neg()
+            ):
+                tensor = next_tensor(spec, iter(() if tensor is None else [(name, tensor)]))
             peer = self._peers.get(tensor.device)
             if peer is not None and tensor.is_contiguous():
                 peer.add(start + entry.offset, tensor, entry.nbytes)
             else:
                 self.put(slot, entry, spec, tensor)
-            done += 1
-        if done < len(specs):
-            next_tensor(specs[done], tensors)  # raises
+            tensor = None  # the source may need its memory to make the next one
 
     def close(self) -> None:
         self._given = {}

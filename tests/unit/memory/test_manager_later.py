@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from helpers import FakeRank, sleep, wake
 
-from rl_memory_plugins.errors import EngineFaultError, StateConflictError
+from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, StateConflictError
 from rl_memory_plugins.tags import PUBLIC_TAGS, Level, Tag, TagState
 
 RESIDENT, PRESERVED = TagState.RESIDENT, TagState.PRESERVED
@@ -171,13 +171,10 @@ def test_what_was_written_after_an_early_begin_is_copied_again_where_a_clean_cop
     assert rank.contents() == written
 
 
-@pytest.mark.parametrize("begun", [True, False])
-def test_a_clean_copy_is_compared_once_all_streams_have_written(rank, monkeypatch, begun):
+def test_a_clean_copy_is_compared_once_all_streams_have_written(rank, monkeypatch):
     sleep(rank, tags=[Tag.WEIGHTS])
     wake(rank, [Tag.WEIGHTS])
     rank.manager.prepare_sleep(Level.PRESERVE, [Tag.WEIGHTS])
-    if begun:
-        rank.manager.begin_sleep()
     late = [lambda: rank.allocator.write(rank.parameter, b"late" * 100)]  # on a stream that nobody waits for
     synchronize = rank.device.synchronize
 
@@ -193,19 +190,36 @@ def test_a_clean_copy_is_compared_once_all_streams_have_written(rank, monkeypatc
     assert not late and rank.allocator.read(rank.parameter).startswith(b"late" * 100)
 
 
-@pytest.mark.parametrize("end", ["abort_wake", "commit_wake"])
+@pytest.mark.parametrize("begun", [True, False])
+def test_to_compare_copies_does_not_wait_for_the_device_where_others_copy(rank, begun):
+    sleep(rank, tags=[Tag.WEIGHTS])
+    wake(rank, [Tag.WEIGHTS])
+    rank.manager.prepare_sleep(Level.PRESERVE, [Tag.WEIGHTS])
+    if begun:
+        rank.manager.begin_sleep()
+    before = rank.device.calls["synchronize"]
+    rank.manager.recheck_copies(synchronize=begun)  # before the begin its caller says so
+    assert rank.device.calls["synchronize"] == before
+    rank.manager.abort_sleep()
+
+
+@pytest.mark.parametrize("end", ["abort_wake", "lacks memory"])
 def test_no_copy_stands_for_memory_that_was_freed_asleep(rank, end):
     """A wake that comes to nothing has freed the addresses of tensors that ended: another one may lie there."""
     sleep(rank, tags=[Tag.WEIGHTS])
     gone, kept = rank.buffer, rank.parameter
     assert rank.manager.host_copies(gone) and rank.manager.host_copies(kept)
     rank.allocator.free(gone)
-    rank.manager.prepare_wake([Tag.WEIGHTS])
-    getattr(rank.manager, end)()
+    if end == "lacks memory":
+        rank.device.fail("reserve", error=DeviceMemoryError("full"))
+        with pytest.raises(DeviceMemoryError):
+            rank.manager.prepare_wake([Tag.WEIGHTS])
+    else:
+        rank.manager.prepare_wake([Tag.WEIGHTS])
+        rank.manager.abort_wake()
     assert rank.manager.host_copies(gone) == []
-    if end == "abort_wake":
-        assert [block for block, _ in rank.manager.host_copies(kept)] == [kept]
-        wake(rank, [Tag.WEIGHTS])
+    assert [block for block, _ in rank.manager.host_copies(kept)] == [kept]
+    wake(rank, [Tag.WEIGHTS])
     rank.manager.check_integrity()
 
 

@@ -126,6 +126,8 @@ def test_a_mapping_that_makes_its_tensors_is_asked_for_each_once():
 
 
 def test_only_the_last_lists_are_kept():
+    first = ModelSource(made()).specs()
     for number in range(20):
         ModelSource(made(**{f"c{number}": torch.ones(1)})).specs()
+        assert ModelSource(made()).specs()[0] is first[0], "made once"
     assert len(listing._recent) == 4

@@ -1,6 +1,7 @@
 """Buckets that are packed while the one before them travels to another GPU: the order, and what waits for what."""
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -441,3 +442,21 @@ def test_a_source_on_another_gpu_that_does_not_yield_what_it_lists(
     outcome, _ = send([rank], Faulty(checkpoint(3)), transport="cuda_ipc", bucket_bytes=bucket_bytes)
     assert isinstance(outcome, WeightUpdateError) and message in str(outcome)
     assert not gpus["GPU-1"].mapped
+
+
+@pytest.mark.parametrize("transport", ["cuda_ipc", "shm"])
+def test_a_source_that_makes_its_tensors_makes_each_when_the_last_has_gone(gpus, transport):
+    class Making(OneByOne):
+        last = staticmethod(lambda: None)
+
+        def tensors(self):
+            for name, tensor in self._source.tensors():
+                assert self.last() is None, f"the last one lives when {name} is made"
+                made = tensor.clone()
+                self.last = weakref.ref(made)
+                yield name, made
+                del made
+
+    rank, tensors = gpu_rank(), checkpoint(3)
+    send([rank], Making(tensors), transport=transport, bucket_bytes=1 << 20)
+    rank.model.assert_unchanged(loaded(tensors))

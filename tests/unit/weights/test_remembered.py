@@ -52,4 +52,9 @@ def test_only_the_last_lists_are_kept_and_others_still_work():
     old = remembered(listed(1))
     for count in range(2, 9):
         remembered(listed(count))
-    assert len(manifest._recent) == 4 and Manifest(old).sizes() == [1024] and len(Manifest(old).buckets()) == 1
+    assert (
+        len(manifest._recent) == 4
+        and remembered(listed(1)) is not old
+        and Manifest(old).sizes() == [1024]
+        and len(Manifest(old).buckets()) == 1
+    )
