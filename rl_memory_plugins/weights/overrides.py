@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rl_memory_plugins.weights.source import (
     Places,
@@ -45,12 +45,12 @@ def is_stable(source: TensorSource) -> bool:
 
 def tensors_in(source: TensorSource, places: Places) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a source, made in `places` if the source can; see `weights.source.PlacingSource`."""
-    if isinstance(source, PlacingSource) and makes_in_places(source):
+    if makes_in_places(source):
         return source.tensors_in(places)
     return source.tensors()
 
 
-def makes_in_places(source: TensorSource) -> bool:
+def makes_in_places(source: TensorSource) -> TypeGuard[PlacingSource]:
     """Whether a source can make tensors in places that it is given; see `weights.source.PlacingSource`."""
     return isinstance(source, PlacingSource) and still_holds(source, "tensors_in", "tensors")
 
