@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
+from rl_memory_plugins.full_collections import postponed
 from rl_memory_plugins.own_host import host_id
 from rl_memory_plugins.trainer.adapters import Adapter, as_adapter
 from rl_memory_plugins.trainer.engine_handle import Post, as_engines, post_adapter_of, post_update_of
@@ -243,6 +244,7 @@ def _may_be_sent(options: Mapping[str, Any]) -> bool:
     return transport in SENT or (transport == "auto" and options.get("advertise") is not None)
 
 
+@postponed()  # a process that only takes part in the gathers holds up those that send
 def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, partial: bool) -> dict[str, Any]:
     """Iterate over the source once, and send if this process has a sender. Returns the report."""
     once = Once(source)

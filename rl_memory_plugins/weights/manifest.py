@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from rl_memory_plugins.errors import ManifestError
+from rl_memory_plugins.weights.recent import Recent
 
 ALIGNMENT = 256
 """Alignment of a tensor within a bucket, in bytes: suits every dtype and vectorised copies."""
@@ -106,10 +107,7 @@ class _Known(NamedTuple):
     buckets: dict[tuple[int, bool], list[list[BucketEntry]]]  # by their size and `split`
 
 
-_KEPT = 4
-"""The number of lists of which the last updates are remembered."""
-
-_recent: list[_Known] = []
+_recent = Recent[_Known]()
 
 
 def remembered(tensors: list[TensorSpec]) -> list[TensorSpec]:
@@ -120,21 +118,19 @@ def remembered(tensors: list[TensorSpec]) -> list[TensorSpec]:
     Raises:
         ManifestError: tensors cannot be sent to any model.
     """
-    global _recent
-    for known in _recent:
-        if known.tensors == tensors:
-            _recent = [known, *(one for one in _recent if one is not known)]
-            return known.tensors
+    known = _recent.find(lambda one: one.tensors == tensors)
+    if known is not None:
+        return known.tensors
     tensors = list(tensors)
     mismatches = Manifest(tensors).mismatches()
     if mismatches:
         raise manifest_error(mismatches)
-    _recent = [_Known(tensors, [spec.nbytes for spec in tensors], {}), *_recent[: _KEPT - 1]]
+    _recent.add(_Known(tensors, [spec.nbytes for spec in tensors], {}))
     return tensors
 
 
 def _known(tensors: list[TensorSpec]) -> _Known | None:
-    return next((known for known in _recent if known.tensors is tensors), None)
+    return _recent.find(lambda one: one.tensors is tensors)
 
 
 class Manifest(msgspec.Struct, frozen=True):

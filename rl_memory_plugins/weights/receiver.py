@@ -11,6 +11,7 @@ from typing import Any
 
 from rl_memory_plugins.capabilities import Capabilities, fixed_by
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError, UnsupportedError
+from rl_memory_plugins.full_collections import postponed
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import checksums, wire
@@ -59,6 +60,7 @@ class WeightReceiver:
         self._mappings = Mappings()
         self._communicators = KeptCommunicators(MAX_NAMES)
 
+    @postponed()
     def receive(
         self, endpoints: Endpoints, token: str, timeout_s: float, loader: ModelLoader | None = None
     ) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
+from rl_memory_plugins.full_collections import postponed
 from rl_memory_plugins.timing import LONGEST_S, timed
 from rl_memory_plugins.weights import cuda_ipc, later, wire
 from rl_memory_plugins.weights.answers import Alone, Findings, Senders, of_ranks
@@ -140,6 +141,7 @@ class WeightSender:
         """Make a `send` that waits in another thread abort the update at all receivers and raise `error`."""
         self._listener.cancel(error)
 
+    @postponed()
     def send(self, source: TensorSource, *, partial: bool = False) -> dict[str, Any]:
         """Send one update. Returns when all receivers have loaded it, and closes the sender.
 

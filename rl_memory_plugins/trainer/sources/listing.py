@@ -15,10 +15,8 @@ import torch
 from rl_memory_plugins.trainer.sources.outgoing import PLAIN
 from rl_memory_plugins.weights.host_copy import LOWEST
 from rl_memory_plugins.weights.manifest import TensorSpec
+from rl_memory_plugins.weights.recent import Recent
 from rl_memory_plugins.weights.source import spec_of, without_wrappers
-
-_KEPT = 4
-"""The number of lists that are kept: those of several models, or of parts of a model."""
 
 
 class _Known(NamedTuple):
@@ -28,7 +26,7 @@ class _Known(NamedTuple):
     specs: list[TensorSpec]
 
 
-_recent: list[_Known] = []
+_recent = Recent[_Known]()
 
 
 def list_plain(entries: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor], list[TensorSpec]] | None:
@@ -57,13 +55,11 @@ def list_plain(entries: Mapping[str, torch.Tensor]) -> tuple[list[torch.Tensor],
 
 
 def _specs_of(names: list[str], tensors: list[torch.Tensor]) -> list[TensorSpec]:
-    global _recent
     dtypes = [tensor.dtype for tensor in tensors]
     shapes = [tensor.shape for tensor in tensors]
-    for known in _recent:
-        if known.names == names and known.dtypes == dtypes and known.shapes == shapes:
-            _recent = [known, *(one for one in _recent if one is not known)]
-            return list(known.specs)
+    known = _recent.find(lambda one: one.names == names and one.dtypes == dtypes and one.shapes == shapes)
+    if known is not None:
+        return list(known.specs)
     specs = [spec_of(without_wrappers(name), tensor) for name, tensor in zip(names, tensors, strict=True)]
-    _recent = [_Known(names, dtypes, shapes, specs), *_recent[: _KEPT - 1]]
+    _recent.add(_Known(names, dtypes, shapes, specs))
     return list(specs)

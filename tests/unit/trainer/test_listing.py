@@ -10,12 +10,13 @@ import torch
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.trainer.sources import listing
+from rl_memory_plugins.weights.recent import Recent
 from rl_memory_plugins.weights.source import spec_of
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch):
-    monkeypatch.setattr(listing, "_recent", [])
+    monkeypatch.setattr(listing, "_recent", Recent())
 
 
 def made(**more):

@@ -7,11 +7,12 @@ import pytest
 from rl_memory_plugins.errors import ManifestError
 from rl_memory_plugins.weights import manifest
 from rl_memory_plugins.weights.manifest import Manifest, TensorSpec, remembered
+from rl_memory_plugins.weights.recent import Recent
 
 
 @pytest.fixture(autouse=True)
 def _nothing_known(monkeypatch):
-    monkeypatch.setattr(manifest, "_recent", [])
+    monkeypatch.setattr(manifest, "_recent", Recent())
 
 
 def listed(count=5, rows=4):
@@ -45,7 +46,7 @@ def test_what_cannot_be_sent_is_refused_each_time():
     for _ in range(2):
         with pytest.raises(ManifestError, match="the name appears more than once"):
             remembered([*listed(), *listed(1)])
-    assert manifest._recent == []
+    assert len(manifest._recent) == 0
 
 
 def test_only_the_last_lists_are_kept_and_others_still_work():
