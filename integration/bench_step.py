@@ -143,8 +143,7 @@ def run_subject(arguments: argparse.Namespace) -> None:
                 server.generate(PROMPTS[0], 1)
                 returns.append(time.perf_counter() - start)
 
-        if arguments.subject.startswith("pausable"):
-            time.sleep(arguments.settle_s)
+        time.sleep(arguments.settle_s)
         for number in range(arguments.steps + 1):
             make_step(number, lambda name: nullcontext())
         seconds = [summed(*ways) for ways in zip(released, returned, strict=True)]
@@ -297,7 +296,7 @@ def main() -> None:
         "--settle-s",
         type=float,
         default=None,
-        help="seconds in which pausable memory prepares its copies, as in a first rollout; by default 20, on the CPU 0",
+        help="seconds before the first step, to prepare host memory as in a rollout; by default 20, on the CPU 0",
     )
     add_commit(parser)
     parser.add_argument("--timeout", type=float, default=400, help="seconds that each subject may take")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -48,6 +49,11 @@ class Records:
 def read(path: Path) -> list[dict[str, Any]]:
     """The records of a file; none if there is no file."""
     return list(json.loads(path.read_text())) if path.exists() else []
+
+
+def command_of(record: Mapping[str, Any]) -> str:
+    """The command that makes the records of all subjects."""
+    return re.sub(r" --subject( (?!--)\S+)+", "", record["command"])
 
 
 def _figures(values: Sequence[float]) -> dict[str, float]:

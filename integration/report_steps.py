@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from integration.records import command_of
+
 SUBJECTS = {
     "native": "natively",
     "offloader": "`Offloader`",
@@ -61,7 +63,7 @@ def _page(found: Metrics, docs: Path, names: Mapping[str, str]) -> list[str]:
     moved = f"{limit['bytes'] / 1e9:.1f} GB"
     losses = f" The losses of all subjects are {equal}." if len(subjects) > 1 else ""
     lines += ["", f"Each way {moved} cross the link of a GPU.{losses}", ""]
-    command = about["command"].partition(" --subject")[0]
+    command = command_of(about)
     lines += [f"Measured by `{command}`.", ""]
     shape = model if gpus == 1 else f"{model}-tp{gpus}"
     for subject in subjects:
@@ -80,8 +82,9 @@ def _ratios(found: Metrics, subjects: list[str]) -> list[str]:
         return float(found[metric][subject]["median"])
 
     transitions = {subject: median("transition_s", subject) for subject in subjects}
+    limit = min(median("transition_limit_s", one) for one in subjects)  # the link is not slower for one of them
     lines = [
-        row("transition / limit", {one: (transitions[one], median("transition_limit_s", one)) for one in subjects}),
+        row("transition / limit", {one: (transitions[one], limit) for one in subjects}),
         row("first / later", {one: (median("first_transition_s", one), transitions[one]) for one in subjects}),
     ]
     if "native" in transitions:

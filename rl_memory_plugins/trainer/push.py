@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rl_memory_plugins.errors import ManifestError, RLMemoryError, WeightUpdateError
+from rl_memory_plugins.full_collections import postponed
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.trainer.adapters import Adapter
 from rl_memory_plugins.trainer.sources.drafted import with_draft
@@ -100,6 +101,7 @@ def push_adapter(
     return _push(post, request, adapter.source(tensors, OwnSource), receivers, **options)
 
 
+@postponed()
 def _push(
     post: Callable[[dict[str, Any]], Any],
     request: dict[str, Any],

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 
 from rl_memory_plugins.errors import StateConflictError
+from rl_memory_plugins.full_collections import postponed
 
 _within: ContextVar[tuple[_Call, ...]] = ContextVar("rl_memory_within", default=())
 """The calls of this context. Threads and tasks that work for a call run with a copy of its context."""
@@ -31,6 +32,8 @@ class Turns:
     def turn(self) -> Iterator[None]:
         """A context for the body of a call. It waits for the call before.
 
+        No full pass of the garbage collector begins in the body: engines wait for it.
+
         Raises:
             StateConflictError: the call before makes this one.
         """
@@ -42,7 +45,7 @@ class Turns:
             )
         try:
             _within.set((*before, call))
-            with self._lock:
+            with self._lock, postponed():
                 yield
         finally:
             call.is_over = True

@@ -37,6 +37,7 @@ from rl_memory_plugins.weights.source import ShardedSource, TensorSource
 ON_FAILURE = ("abort", "continue")
 
 
+@postponed()  # on all processes: those that only take part in the gathers hold up the others
 def push_from_all(
     engines: Any,
     tensors: Tensors,
@@ -244,7 +245,6 @@ def _may_be_sent(options: Mapping[str, Any]) -> bool:
     return transport in SENT or (transport == "auto" and options.get("advertise") is not None)
 
 
-@postponed()  # a process that only takes part in the gathers holds up those that send
 def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, partial: bool) -> dict[str, Any]:
     """Iterate over the source once, and send if this process has a sender. Returns the report."""
     once = Once(source)
@@ -281,6 +281,12 @@ def _send(sender: WeightSender | None, source: TensorSource, begin: _Begin, part
         "sent_from_shards": 0,
         "gathered": once.gathered,
     }
+
+
+def _cause_first(error: Exception) -> int:
+    """As `specificity`. A process that fails keeps ranks and other processes waiting, whose errors name a stall."""
+    has_stalled = isinstance(error, RLMemoryError) and error.details.get("reason") == "stalled"
+    return 2 * specificity(error) + (not has_stalled)
 
 
 class _Begin:
@@ -350,7 +356,7 @@ class _Begin:
     def linked(self, error: RLMemoryError | None = None) -> None:
         """See `Senders`."""
         self.agreed = False  # an error reaches all processes here, and none of them has read a tensor
-        self.peers.share(None, error, specificity)
+        self.peers.share(None, error, _cause_first)
         self.agreed = True
 
     def _among_peers(self, layout: Layout | None) -> Layout | None:

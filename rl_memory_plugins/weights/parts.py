@@ -165,7 +165,7 @@ class Parts:
             if transport == "nccl":
                 self._routes.require_nccl(rank)
             if transport in COMMUNICATORS:
-                joining.choose(rank, transport)
+                joining.choose(rank, transport, self._routes.own_device)
                 description = {**description, **rank.offered}
             rank.connection.send(wire.Link({**description, "timeout_s": self._timeout_s}), self._timeout_s)
             waiting.append(rank)

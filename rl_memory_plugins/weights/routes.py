@@ -181,7 +181,7 @@ class Routes:
                 if key not in self._routes:
                     self._routes[key] = Route(transport, self._buffer(transport, rank.device))
                 if transport in COMMUNICATORS:
-                    joining.choose(rank, transport)
+                    joining.choose(rank, transport, self.own_device)
                 route = self._routes[key]
                 route.ranks.append(rank)
                 return route

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -195,7 +195,6 @@ class WeightSender:
                 tensors = packing.tensors
                 self._stream(manifest.slots, buckets, packing)
             else:
-                self._link(parts)
                 tensors = source.tensors()
                 parts.run(tensors)
             with timed(self._seconds, "commit"):
@@ -284,7 +283,10 @@ class WeightSender:
         source: ShardedSource,
         answers: Sequence[tuple[ConnectedRank, wire.Answer]],
     ) -> Parts | None:
-        """Decide with the other senders whether all send their shards. `None`: each process sends whole tensors."""
+        """Decide with the other senders whether all send their shards, and connect the ranks with all of them.
+
+        Returns: `None` if each process sends whole tensors.
+        """
         order = {rank: number for number, rank in enumerate(self._listener.ranks)}
         needs = [
             Need(rank.candidate_transports[0], answer.slices, answer.divisible)
@@ -294,14 +296,21 @@ class WeightSender:
         division = self._senders.divide(manifest, source, needs, self._listener.places)
         if division is None:
             return None
-        buckets = routes.divide({need.transport for need in division.needs})
-        return Parts(division, manifest, buckets, source, self._listener, routes, self._timeout_s, self._seconds)
 
-    def _link(self, parts: Parts) -> None:
+        def make() -> Parts:
+            buckets = routes.divide({need.transport for need in division.needs})
+            parts = Parts(division, manifest, buckets, source, self._listener, routes, self._timeout_s, self._seconds)
+            parts.open()
+            return parts
+
+        return self._linked(make)
+
+    def _linked(self, make: Callable[[], Parts]) -> Parts:
         """Connect the ranks with all senders. None sends a byte before all ranks are connected with all."""
+        parts: Parts | None = None
         failure: RLMemoryError | None = None
         try:
-            parts.open()
+            parts = make()
         except Exception as error:
             failure = wire.as_update_error(error)
             for rank in self._listener.ranks:  # now: the other senders may wait for these ranks
@@ -310,6 +319,8 @@ class WeightSender:
             self._senders.linked(failure)
         finally:
             del failure  # breaks a reference cycle of the error and this frame
+        assert parts is not None
+        return parts
 
     def _negotiate(self, source: TensorSource, partial: bool) -> Manifest:
         """The manifest to offer. Ask the ranks first if the source can change what it sends."""

@@ -48,7 +48,9 @@ class ResidentSource(TensorSource, Protocol):
 
 @runtime_checkable
 class StableSource(TensorSource, Protocol):
-    """A source that makes some of its tensors and changes none of them later. Their copies may then be made together.
+    """A source that makes some of its tensors, and neither changes nor frees them before the update ends.
+
+    Their copies may then be made together.
 
     Attributes:
         stable: Whether that holds now.

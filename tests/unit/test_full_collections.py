@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,7 +17,8 @@ from rl_memory_plugins.full_collections import postponed
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
 from rl_memory_plugins.memory.manager import MemoryManager
-from rl_memory_plugins.trainer import push_from_all
+from rl_memory_plugins.trainer import push_from_all, push_weights
+from rl_memory_plugins.trainer.turns import Turns
 from rl_memory_plugins.weights.manifest import TensorSpec
 from rl_memory_plugins.weights.model_loader import ModelLoader
 from rl_memory_plugins.weights.receiver import WeightReceiver
@@ -96,8 +98,20 @@ def test_thresholds_that_somebody_sets_meanwhile_stay():
         gc.set_threshold(60, 3, 2)
     assert gc.get_threshold() == (60, 3, 2)
     with postponed():
-        pass
-    assert gc.get_threshold() == (60, 3, 2)
+        gc.set_threshold(70, 4)
+    assert gc.get_threshold() == (70, 4, 2)
+
+
+def test_a_child_process_has_full_passes_and_may_postpone_its_own():
+    with postponed(), full_collections._lock:  # another thread may hold the lock while this one forks
+        child = os.fork()
+        if not child:
+            as_before = gc.get_threshold() == EAGER
+            with postponed():
+                postpones = gc.get_threshold()[2] == full_collections._NEVER
+            os._exit(0 if as_before and postpones and gc.get_threshold() == EAGER else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert gc.get_threshold() == EAGER
 
 
 def test_a_collector_that_is_off_stays_off():
@@ -129,9 +143,27 @@ def test_no_full_pass_begins_while_a_trainer_sends():
     assert source.thresholds == [full_collections._NEVER] and gc.get_threshold() == EAGER
 
 
-def test_no_full_pass_begins_in_a_process_that_only_takes_part_in_gathers():
+def test_no_full_pass_begins_until_the_engine_has_answered():
+    found = []
+
+    def post(body):
+        raise WeightUpdateError(f"{found.append(gc.get_threshold()[2])}")
+
+    with pytest.raises(WeightUpdateError):
+        push_weights(post, {"t": torch.zeros(1)}, timeout_s=5)
+    assert found == [full_collections._NEVER] and gc.get_threshold() == EAGER
+
+
+def test_no_full_pass_begins_in_a_step_of_a_handoff():
+    with Turns().turn():
+        assert gc.get_threshold()[2] == full_collections._NEVER
+    assert gc.get_threshold() == EAGER
+
+
+@pytest.mark.parametrize("on_failure", ["abort", "continue"])
+def test_no_full_pass_begins_in_a_process_that_only_takes_part_in_gathers(on_failure):
     source = Noting()
-    push_from_all([], source)
+    push_from_all([], source, on_failure=on_failure)
     assert set(source.thresholds) == {full_collections._NEVER} and gc.get_threshold() == EAGER
 
 

@@ -24,7 +24,11 @@ MEDIANS = {
 
 def records(subject: str, factor: float, losses: list[float], gpus: int = 1) -> list[dict[str, Any]]:
     common = {"engine": "vllm", "engine_version": "0.33.0", "torch": "2.14.1", "gpu": "NVIDIA H200", "gpus": gpus}
-    common |= {"model": "3b", "subject": subject, "command": f"python -m integration.bench_step --subject {subject}"}
+    common |= {
+        "model": "3b",
+        "subject": subject,
+        "command": f"python -m integration.bench_step --subject {subject} other --out FILE",
+    }
     made = []
     for metric, median in MEDIANS.items():
         scaled = median * (factor if metric in ("release_s", "return_s", "transition_s") else 1)
@@ -49,7 +53,17 @@ def test_a_step_is_compared_with_its_limit_and_with_the_native_one(results: Path
     assert "| transition / native | 1.00 | 0.50 |" in lines
     assert "| most memory in use on a GPU, GiB | 2.0 | 2.0 |" in lines
     assert any("37.0 GB" in line and "equal bit by bit" in line for line in lines)
-    assert "Measured by `python -m integration.bench_step`." in lines
+    assert "Measured by `python -m integration.bench_step --out FILE`." in lines
+
+
+def test_the_limit_is_the_shortest_that_a_subject_measured(results: Path) -> None:
+    path = results / "step-vllm-0.33.0-3b.json"
+    found = json.loads(path.read_text())
+    for record in found:
+        if (record["metric"], record["subject"]) == ("transition_limit_s", "pausable"):
+            record["median"] = 1.5
+    path.write_text(json.dumps(found))
+    assert "| transition / limit | 1.25 | 0.62 |" in report_steps.pages(results, results, report.NAMES)
 
 
 def test_losses_that_differ_show(tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ class _CudaSlots:
             if peer is not None:
                 peer.flush()
         if self._bounce is not None:
+            self._current_stream()  # may be another one than when the tensors were put
             self._bounce.flush()
 
     def close(self) -> None:

@@ -42,6 +42,10 @@ class Communicator(Protocol):
     name: str
     transport: str
 
+    @property
+    def device(self) -> torch.device | None:
+        """The GPU whose memory this end sends and fills; `None` for host memory."""
+
     def send(self, data: torch.Tensor, connection: Connection, timeout_s: float) -> None:
         """Begin to send bytes, which must not change before the peer has acknowledged them.
 

@@ -20,17 +20,24 @@ if TYPE_CHECKING:
     from rl_memory_plugins.weights.connected_rank import ConnectedRank
 
 
-def choose(rank: ConnectedRank, transport: str) -> None:
+def choose(rank: ConnectedRank, transport: str, device: torch.device) -> None:
     """Note what the rank is offered: the communicator of the former update, or a new one.
+
+    A communicator of another GPU of this process is closed: it would not wait until this GPU has made the bytes.
+
+    Args:
+        device: The device of the trainer's slots.
 
     Raises:
         UnsupportedError: no communicator can be made.
     """
     for name in rank.held:
-        rank.communicator = OF_TRAINER.take(name, transport)
-        if rank.communicator is not None:
-            rank.offered = {"communicator": name, "new": False}
+        communicator = OF_TRAINER.take(name, transport)
+        if communicator is not None and communicator.device in (None, device):
+            rank.communicator, rank.offered = communicator, {"communicator": name, "new": False}
             return
+        if communicator is not None:
+            OF_TRAINER.drop(communicator)
     rank.offered = {"kind": transport, "communicator": secrets.token_hex(8), "new": True}
     if transport == "nccl":
         rank.offered["unique_id"] = new_unique_id()

@@ -22,6 +22,7 @@ class GlooCommunicator:
     """
 
     transport = "gloo"
+    device: torch.device | None = None
 
     def __init__(self, name: str, connection: wire.Connection, end: int, timeout_s: float) -> None:
         if not (dist.is_available() and dist.is_gloo_available()):

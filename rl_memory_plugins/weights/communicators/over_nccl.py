@@ -119,7 +119,7 @@ class NcclCommunicator:
         self.name = name
         self._peer = 1 - end
         self._library = _nccl()
-        self._device = device
+        self.device = device
         self._communicator = ctypes.c_void_p()
         self._stream = torch.cuda.Stream(device)
         self._is_connected = False
@@ -143,18 +143,18 @@ class NcclCommunicator:
             raise UnsupportedError(f"NCCL cannot join the two ends: {text}") from None
 
     def send(self, data: torch.Tensor, connection: Connection, timeout_s: float) -> None:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             self._begin("ncclSend", data, connection, Deadline(timeout_s))
 
     def begin_receive(self, slot: torch.Tensor, nbytes: int, connection: Connection, timeout_s: float) -> None:
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             self._begin("ncclRecv", slot[:nbytes], connection, Deadline(timeout_s))
 
     def await_received(
         self, connection: Connection, timeout_s: float, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
         deadline = Deadline(timeout_s)
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self.device):
             await_done(self._is_ready, deadline, connection)  # a thread of NCCL's gives the stream its work
             arrived = torch.cuda.Event()
             arrived.record(self._stream)  # before `meanwhile` gives it more
@@ -166,15 +166,15 @@ class NcclCommunicator:
     def close(self) -> None:
         communicator, self._communicator = self._communicator, ctypes.c_void_p()
         if communicator:
-            with torch.cuda.device(self._device):
+            with torch.cuda.device(self.device):
                 self._library.ncclCommAbort(communicator)  # ends a transfer that still waits for the peer
 
     def _begin(self, name: str, data: torch.Tensor, connection: Connection, deadline: Deadline) -> None:
         """Begin a transfer on the stream of this communicator, after the work of the current stream."""
         await_done(self._is_ready, deadline, connection)  # with the former call
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         while self._stream == current:  # torch hands out a few streams in turn, and the engine may compute on one
-            self._stream = torch.cuda.Stream(self._device)
+            self._stream = torch.cuda.Stream(self.device)
         self._stream.wait_stream(current)
         self._call(
             name,

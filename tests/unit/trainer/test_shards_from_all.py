@@ -9,7 +9,7 @@ from models import Tree, same
 from toy_engine import ToyEngine
 from toys import checkpoint, loaded
 
-from rl_memory_plugins.errors import InvalidRequestError
+from rl_memory_plugins.errors import InvalidRequestError, WeightUpdateError
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer import (
     Adapter,
@@ -23,6 +23,7 @@ from rl_memory_plugins.trainer import (
     push_from_all,
     update,
 )
+from rl_memory_plugins.weights.routes import Routes
 from rl_memory_plugins.weights.sender import WeightSender
 from tests.collectives import counted
 
@@ -297,6 +298,27 @@ def cuts_differently(rank, field):
 @pytest.mark.parametrize(("field", "got"), [("bucket_bytes", [256, 512]), ("slots", [2, 3])])
 def test_processes_that_cut_buckets_differently_are_refused_before_anything_is_written(pair, field, got):
     assert pair.run(cuts_differently, field) == [([], got)] * 2
+
+
+def fails_before_it_links(rank):
+    peers, engines = Peers(), [ToyEngine(2)] if rank == 0 else []
+    model, tensors = sharded(12)
+
+    def fail(self, transports):
+        raise RuntimeError("the GPU is lost")
+
+    with pytest.MonkeyPatch.context() as patches:
+        if rank == 1:
+            patches.setattr(Routes, "divide", fail)
+        with pytest.raises(WeightUpdateError, match="the GPU is lost"):
+            push_from_all(engines, ModelSource(model), peers, transport="gloo", **{**OPTIONS, "timeout_s": 3.0})
+    report = push_from_all(engines, ModelSource(model), peers, transport="gloo", **OPTIONS)
+    assert_loaded(engines, tensors)
+    return report["sent_from_shards"] > 0
+
+
+def test_a_process_that_fails_once_all_have_decided_fails_all_of_them(pair):
+    assert pair.run(fails_before_it_links) == [True, True]
 
 
 class OneMore(ModelSource):

@@ -63,6 +63,18 @@ def test_two_ranks_get_what_the_loader_would_give_them(made, bucket_bytes, adver
     assert len(made) == 4  # two for each rank, for all updates
 
 
+def test_a_communicator_of_another_gpu_of_the_trainer_is_not_used(made):
+    rank = Rank()
+    update([rank], checkpoint(1), **GLOO)
+    for end in made:
+        end.device = torch.device("cuda", 1)
+    former = kept.OF_TRAINER.names()
+    update([rank], checkpoint(2), **GLOO)
+    rank.model.assert_unchanged(loaded(checkpoint(2)))
+    assert len(made) == 4 and kept.OF_TRAINER.names() != former
+    wait_until(lambda: rank.receiver._communicators.names() == kept.OF_TRAINER.names(), "the engine has closed it")
+
+
 def test_both_ends_free_a_communicator_when_the_trainer_says_so(made):
     rank = Rank()
     for number in range(3):

@@ -847,6 +847,22 @@ def test_a_bounce_buffer_is_read_on_all_streams_before_it_is_filled_again():
     assert first.waits == [] and second.waits == [first]  # so an event on the second stands for both
 
 
+def test_the_stream_on_which_bounced_tensors_leave_is_waited_for(gpus, monkeypatch):
+    """A source may make another stream current after the last of them."""
+    current, left = [FakeStream()], []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[-1])
+    staging = buffers.CudaStaging("GPU-0", 4096, 1, stable=True)
+    staging._slots = [slot.as_subclass(OnGpu) for slot in staging._slots]
+    staging._bounce = SimpleNamespace(
+        copy=lambda *arguments: None, flush=lambda: left.append(current[-1]), copier=SimpleNamespace(close=lambda: None)
+    )
+    staging.put(0, BucketEntry(0, 0, 16), TensorSpec("a", "float32", (4,)), torch.ones(4))
+    current.append(FakeStream())
+    staging.publish()
+    assert left == current[1:] and current[1].waits
+    staging.close()
+
+
 def test_an_update_whose_end_does_not_arrive_keeps_nothing_open(gpus, monkeypatch):
     gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
     deliver = wire.Connection.send
