@@ -25,7 +25,7 @@ COMMUNICATORS = ("nccl", "gloo")
 TRAINER, ENGINE = 0, 1
 
 JOIN_SHARE = 1 / 3
-"""The share of the timeout in which two ends must be joined. Another transport is tried in the rest."""
+"""The share of the timeout in which two ends must be joined: the rest is for an answer that says why they are not."""
 
 SEAL_BYTES = 16
 """A transfer ends with so many bytes, which its message names. A transfer of another size than announced lacks them."""
