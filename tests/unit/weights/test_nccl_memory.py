@@ -19,7 +19,7 @@ SPECS = OneByOne({str(number): torch.zeros(32, 8) for number in range(16)}).spec
 def small(monkeypatch):
     monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 1024)
     monkeypatch.setattr(routes.over_nccl, "require", lambda theirs: None)
-    monkeypatch.setattr(routes.joining, "choose", lambda rank, transport: None)
+    monkeypatch.setattr(routes.joining, "choose", lambda rank, transport, device: None)
 
 
 def offered(gpus, *, resident=(), specs=SPECS, **options):
