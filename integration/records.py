@@ -51,8 +51,8 @@ def read(path: Path) -> list[dict[str, Any]]:
     return list(json.loads(path.read_text())) if path.exists() else []
 
 
-def command_of(record: Mapping[str, Any]) -> str:
-    """The command that makes the records of all subjects."""
+def command_of_all_subjects(record: Mapping[str, Any]) -> str:
+    """The command of a record without the choice of subjects: it makes the records of all of them."""
     return re.sub(r" --subject( (?!--)\S+)+", "", record["command"])
 
 

@@ -24,7 +24,7 @@ from integration import (
     report_weights,
 )
 from integration.models import SHAPES, weight_bytes
-from integration.records import command_of
+from integration.records import command_of_all_subjects
 from integration.report_weights import Metrics, Record, Run
 
 REPOSITORY = Path(__file__).parents[1]
@@ -345,7 +345,7 @@ def texts() -> dict[Place, list[str]]:
     pages: list[str] = test_table(test_runs)
     for run, metrics in runs.items():
         records = [record for metric in rows_of(metrics) for record in metrics[metric].values()]
-        commands = dict.fromkeys(map(command_of, records))
+        commands = dict.fromkeys(map(command_of_all_subjects, records))
         measured = ", ".join(f"`{command}`" for command in commands)
         pages += [f"### {describe(run, metrics)}", "", *table(metrics), "", f"Measured by {measured}.", ""]
     for run, metrics in engines.items():

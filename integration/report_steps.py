@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from integration.records import command_of
+from integration.records import command_of_all_subjects
 
 SUBJECTS = {
     "native": "natively",
@@ -63,7 +63,7 @@ def _page(found: Metrics, docs: Path, names: Mapping[str, str]) -> list[str]:
     moved = f"{limit['bytes'] / 1e9:.1f} GB"
     losses = f" The losses of all subjects are {equal}." if len(subjects) > 1 else ""
     lines += ["", f"Each way {moved} cross the link of a GPU.{losses}", ""]
-    command = command_of(about)
+    command = command_of_all_subjects(about)
     lines += [f"Measured by `{command}`.", ""]
     shape = model if gpus == 1 else f"{model}-tp{gpus}"
     for subject in subjects:

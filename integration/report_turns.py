@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from integration.records import command_of
+from integration.records import command_of_all_subjects
 
 SUBJECTS = {"plugin": "`take_turns_s`", "native": "the engine's own sleep", "restart": "restart"}
 #: Each metric's row title, the field of the record, the factor to the unit of the table, that unit, and the digits.
@@ -61,5 +61,5 @@ def _page(found: Metrics, names: Mapping[str, str]) -> list[str]:
     words = {None: "-", 1: "yes", 0: "**no**"}
     cells = [words[same.get(subject, {}).get("median")] for subject in subjects]
     lines.append("| answers identical | " + " | ".join(cells) + " |")
-    command = command_of(about)
+    command = command_of_all_subjects(about)
     return [*lines, "", f"Measured by `{command}`, commit {about['commit']}.", ""]
