@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rl_memory_plugins.errors import WeightUpdateError
-from rl_memory_plugins.weights.buffers import CudaStaging
+from rl_memory_plugins.weights.buffers import CudaStaging, NcclStaging
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, TensorSpec
 from rl_memory_plugins.weights.overrides import makes_in_places, tensors_in
 from rl_memory_plugins.weights.routes import Packed, Route
@@ -33,11 +33,11 @@ class Packing:
         self._routes = routes
         self._current: Any = None  # the tensor that is packed in parts
         self._places: _BucketPlaces | None = None
-        self._staging: CudaStaging | None = None  # the only buffer, if it gets each tensor as it is
+        self._staging: CudaStaging | NcclStaging | None = None  # the only buffer, if it gets each tensor as it is
         buffer = routes[0].buffer if len(routes) == 1 else None
         if isinstance(buffer, CudaStaging) and not exist and makes_in_places(source):
             self._places = _BucketPlaces(buffer, manifest.tensors)
-        elif isinstance(buffer, CudaStaging) and routes[0].cut is None:
+        elif isinstance(buffer, (CudaStaging, NcclStaging)) and routes[0].cut is None:
             self._staging = buffer
         self.tensors: Iterator[tuple[str, torch.Tensor]] = (
             source.tensors() if self._places is None else tensors_in(source, self._places)
@@ -68,7 +68,7 @@ class Packing:
         return Packed(slot, placed, [copy for route in placed for copy in route.buffer.publish()])
 
     def _put_whole(
-        self, staging: CudaStaging, slot: int, entries: Sequence[BucketEntry]
+        self, staging: CudaStaging | NcclStaging, slot: int, entries: Sequence[BucketEntry]
     ) -> tuple[list[BucketEntry], Sequence[BucketEntry]]:
         """Put the tensors of which the bucket has all rows.
 

@@ -232,7 +232,7 @@ class Routes:
 
     def _nccl_staging(self, slot_bytes: int) -> NcclStaging:
         assert self._own_gpu is not None
-        make = functools.partial(NcclStaging, self._own_gpu, stable=self._stable)
+        make = functools.partial(NcclStaging, self._own_gpu, stable=self._stable, held=self._resident is not None)
         if self._may_divide and not slot_bytes:  # the other processes fill this one's slots too, and know their size
             slot_bytes = _with_buckets(self.manifest, NCCL_PART_BUCKET_BYTES).slot_bytes()
         if slot_bytes:
@@ -325,7 +325,7 @@ class Routes:
                     nbytes = max((one.offset + one.nbytes for one in left), default=0)
                     buffer = self._buffer(transport, device, align(max(nbytes, 1)))
                     route = self._routes[transport, f"{device} {number}"] = Route(transport, buffer)
-                route.ranks, route.cut = ranks, cut
+                route.ranks, route.cut = ranks, None if all(part is None for part in wanted) else cut
 
     def divide(self, transports: Collection[str]) -> list[list[BucketEntry]]:
         """Give up the buffers for whole tensors: several processes contribute to this update, see `part_buffer`.

@@ -13,7 +13,7 @@ import torch
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.memory.cuda_device import gpu_name
 from rl_memory_plugins.weights import cuda_ipc
-from rl_memory_plugins.weights.buffers.peers import PeerCopies
+from rl_memory_plugins.weights.buffers.gpu_copies import GpuCopies
 from rl_memory_plugins.weights.buffers.protocols import typed
 from rl_memory_plugins.weights.buffers.streamed import seal_of, sealed
 from rl_memory_plugins.weights.buffers.streams import Streams
@@ -22,7 +22,6 @@ from rl_memory_plugins.weights.coverage import row_major
 from rl_memory_plugins.weights.cuda_ipc import Mappings, allocations_of
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import ALIGNMENT, BucketEntry, TensorSpec
-from rl_memory_plugins.weights.plan import can_group_copy
 from rl_memory_plugins.weights.source import next_tensor
 
 _BOUNCE_BYTES = 64 << 20
@@ -30,7 +29,7 @@ _BOUNCE_BYTES = 64 << 20
 _PAGE_BYTES = 2 << 20
 """The driver puts smaller allocations together, and CUDA IPC opens what lies together as one."""
 GROUP_BYTES = 64 << 20
-"""Small tensors are copied together when they have so many bytes. Those that a source has made live until then."""
+"""Tensors are copied together when they have so many bytes. Those that a source has made live until then."""
 
 
 class _CudaSlots:
@@ -38,9 +37,9 @@ class _CudaSlots:
 
     Each is an allocation of its own: on another GPU, one of 512 MiB and more takes 9 ms, and one of 256 MiB takes 1 ms.
 
-    The trainer packs tensors on the current stream of that GPU: from pinned host memory directly, from pageable host
-    memory through a pinned bounce buffer that several threads fill. From another GPU it copies them on the current
-    stream of the other one.
+    The trainer packs tensors behind what the current stream of their GPU has been given; those in host memory on the
+    current stream of the slots' GPU: directly if they are pinned, else through a pinned bounce buffer that several
+    threads fill.
 
     Args:
         device: The name of the GPU.
@@ -55,15 +54,14 @@ class _CudaSlots:
     def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False, held: bool = False) -> None:
         self._gpu = cuda_ipc.local_gpu(device)
         self._stable = stable
-        self._peer_group_bytes = (slot_bytes if held else GROUP_BYTES) if stable else 0
+        self._group_bytes = (slot_bytes if held else GROUP_BYTES) if stable else 0
         self._bounce: _BounceBuffers | None = None
-        self._small_copies: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []  # targets and their sources
-        self._small_bytes = 0
-        self._small_stream: Any = None  # where the small tensors were made
         self._flat: dict[tuple[int, str], torch.Tensor] = {}  # by slot and dtype, the memory of the slot as elements
         self._streams = Streams()
         self._has_read_host = False  # since the last `publish`
-        self._peers: dict[torch.device, PeerCopies | None] = {}  # other GPUs that reach this one
+        self._copies: dict[
+            torch.device, GpuCopies | None
+        ] = {}  # by the tensors' GPU; `None`: it does not reach this one
         self.nbytes = max(slot_bytes, _PAGE_BYTES) * slots
         self._addresses: list[int] = []
         self._slots: list[torch.Tensor] = []
@@ -77,20 +75,7 @@ class _CudaSlots:
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
         memory = self._slots[slot]
-        is_near = tensor.device == memory.device
-        if self._stable and is_near and can_group_copy(tensor, tensor.dtype):
-            stream = self._current_stream()
-            if self._small_stream is None or stream != self._small_stream:  # a stream of torch is not `!=` None
-                self._copy_small()
-                self._small_stream = stream
-            targets, tensors = self._small_copies
-            targets.append(self._target(slot, entry, spec, tensor))
-            tensors.append(tensor)
-            self._small_bytes += entry.nbytes
-            if self._small_bytes >= GROUP_BYTES:
-                self._copy_small()
-            return entry
-        if not is_near and tensor.is_cuda and memory.is_cuda and self._copy_from_peer(slot, entry, tensor):
+        if tensor.is_cuda and memory.is_cuda and self._copy(slot, entry, tensor):
             return entry
         self._has_read_host |= not tensor.is_cuda
         stream = self._current_stream()
@@ -111,27 +96,48 @@ class _CudaSlots:
                     self._bounce.flush()
         return entry
 
-    def _copy_from_peer(self, slot: int, entry: BucketEntry, tensor: torch.Tensor) -> bool:
-        """Copy a tensor from another GPU that reaches this one, if it lies there as it is sent."""
+    def put_whole(
+        self,
+        slot: int,
+        entries: Sequence[BucketEntry],
+        specs: Sequence[TensorSpec],
+        tensors: Iterator[tuple[str, torch.Tensor]],
+    ) -> None:
+        """`put` of the next tensors of a source, each of which has all its rows in this bucket.
+
+        From a GPU packing then takes half of Python's time, which matters with thousands.
+
+        Raises:
+            WeightUpdateError: see `next_tensor`.
+        """
+        start = self._addresses[slot]
+        for entry, spec in zip(entries, specs, strict=True):
+            tensor = next_tensor(spec, tensors)
+            copies = self._copies.get(tensor.device)
+            if copies is not None and tensor.is_contiguous():
+                copies.add(start + entry.offset, tensor, entry.nbytes)
+            else:
+                self.put(slot, entry, spec, tensor)
+            del tensor  # the source may need its memory to make the next one
+
+    def _copy(self, slot: int, entry: BucketEntry, tensor: torch.Tensor) -> bool:
+        """Copy a tensor from a GPU that reaches the slots, if it lies there as it is sent."""
         if not tensor.is_contiguous():
             return False
         device = tensor.device
-        if device not in self._peers:
-            gpu = cuda_ipc.local_gpu(gpu_name(device.index))
-            group_bytes = self._peer_group_bytes
-            reaches = gpu.reaches(self._gpu)
-            self._peers[device] = PeerCopies(gpu, self._streams, group_bytes=group_bytes) if reaches else None
-        peer = self._peers[device]
-        if peer is None:
+        if device not in self._copies:
+            gpu = self._gpu if self._is_near(device) else cuda_ipc.local_gpu(gpu_name(device.index))
+            reaches = gpu is self._gpu or gpu.reaches(self._gpu)
+            self._copies[device] = GpuCopies(gpu, self._streams, group_bytes=self._group_bytes) if reaches else None
+        copies = self._copies[device]
+        if copies is None:
             return False
-        peer.add(self._addresses[slot] + entry.offset, tensor, entry.nbytes)
+        copies.add(self._addresses[slot] + entry.offset, tensor, entry.nbytes)
         return True
 
-    def _target(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> torch.Tensor:
-        """Like `typed`, in a third of its time. This matters with thousands of tensors."""
-        if not tensor.is_contiguous():
-            return typed(self._slots[slot], entry.offset, entry.nbytes, spec.dtype, tensor.shape)
-        return self._view(slot, entry, spec, tensor.shape, tensor.stride())
+    def _is_near(self, device: torch.device) -> bool:
+        """Whether the slots are on this GPU."""
+        return bool(device == self._slots[0].device)
 
     def _view(
         self, slot: int, entry: BucketEntry, spec: TensorSpec, shape: Sequence[int], stride: Sequence[int]
@@ -148,13 +154,6 @@ class _CudaSlots:
             return None
         return self._streams.current(memory.device.index)
 
-    def _copy_small(self) -> None:
-        targets, tensors = self._small_copies
-        if targets:
-            with torch.no_grad(), torch.cuda.stream(self._small_stream):
-                torch._foreach_copy_(targets, tensors, non_blocking=True)
-        self._small_copies, self._small_bytes = ([], []), 0
-
     def publish(self) -> Sequence[Any]:
         self._begin_copies()
         self._streams.synchronize()
@@ -163,17 +162,15 @@ class _CudaSlots:
 
     def _begin_copies(self) -> None:
         """Begin all copies that wait for others to be made together."""
-        self._copy_small()
-        for peer in self._peers.values():
-            if peer is not None:
-                peer.flush()
+        for copies in self._copies.values():
+            if copies is not None:
+                copies.flush()
         if self._bounce is not None:
             self._current_stream()  # may be another one than when the tensors were put
             self._bounce.flush()
 
     def close(self) -> None:
-        self._small_copies = [], []
-        self._peers = {}
+        self._copies = {}
         self._streams.synchronize()
         self._slots = []
         self._flat = {}
@@ -223,36 +220,13 @@ class CudaStaging(_CudaSlots):
             return entry
         return super().put(slot, entry, spec, tensor)
 
-    def put_whole(
-        self,
-        slot: int,
-        entries: Sequence[BucketEntry],
-        specs: Sequence[TensorSpec],
-        tensors: Iterator[tuple[str, torch.Tensor]],
-    ) -> None:
-        """`put` of the next tensors of a source, each of which has all its rows in this bucket.
-
-        From another GPU packing then takes half of Python's time, which matters with thousands.
-
-        Raises:
-            WeightUpdateError: see `next_tensor`.
-        """
-        start = self._addresses[slot]
-        for entry, spec in zip(entries, specs, strict=True):
-            tensor = next_tensor(spec, tensors)
-            peer = self._peers.get(tensor.device)
-            if peer is not None and tensor.is_contiguous():
-                peer.add(start + entry.offset, tensor, entry.nbytes)
-            else:
-                self.put(slot, entry, spec, tensor)
-            del tensor  # the source may need its memory to make the next one
-
     def close(self) -> None:
         self._given = {}
         super().close()
 
     def publish(self) -> Sequence[Any]:
-        if self._has_read_host or not any(self._peers.values()):
+        from_afar = any(copies for device, copies in self._copies.items() if not self._is_near(device))
+        if self._has_read_host or not from_afar:
             return super().publish()
         self._begin_copies()
         return self._streams.events()
@@ -268,8 +242,8 @@ class NcclStaging(_CudaSlots):
     overwrites or frees a tensor after the streams on which it was given. Meanwhile the next bucket is packed.
     """
 
-    def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False) -> None:
-        super().__init__(device, slot_bytes + ALIGNMENT, slots, stable=stable)  # with room for a seal
+    def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False, held: bool = False) -> None:
+        super().__init__(device, slot_bytes + ALIGNMENT, slots, stable=stable, held=held)  # with room for a seal
         self._slot_bytes = slot_bytes
         try:  # page-locked, so that a seal is copied without a wait; one for each slot, which is still read
             pin = self._slots[0].is_cuda

@@ -23,7 +23,7 @@ def gpus(monkeypatch):
 
     Trainer and engine, which are threads, take each other for processes.
     """
-    found = {"GPU-0": FakeGpu(), "GPU-1": FakeGpu()}
+    found = {f"GPU-{index}": FakeGpu(index) for index in range(2)}
 
     def local_gpu(name):
         if name not in found:

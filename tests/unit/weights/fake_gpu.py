@@ -13,16 +13,15 @@ from rl_memory_plugins.weights.cuda_ipc import Allocation
 class FakeGpu:
     """Has the methods of `cuda_ipc.CudaGpu`. What `denied` names fails as a driver's refusal."""
 
-    index = 0
-
-    def __init__(self, capacity=1 << 24):
+    def __init__(self, index=0, capacity=1 << 24):
+        self.index = index
         self.capacity = capacity
         self.denied = set()
         self.memory = {}  # by address: the buffer and its serial
         self.opened = []  # every handle that was opened, in order
         self.mapped = []  # addresses that are open
         self.registered = []
-        self.copied = []  # the bytes and the stream of each call that copies to another GPU
+        self.copied = []  # the bytes and the stream of each call that copies
         self._serials = 0
 
     def allocate(self, nbytes):

@@ -11,8 +11,13 @@ from rl_memory_plugins.weights import routes
 from rl_memory_plugins.weights.buffers import CudaStaging, NcclStaging, communicated
 from rl_memory_plugins.weights.manifest import ALIGNMENT, Manifest
 from rl_memory_plugins.weights.routes import Routes
+from rl_memory_plugins.weights.slices import Slice
 
 SPECS = OneByOne({str(number): torch.zeros(32, 8) for number in range(16)}).specs()  # of 1 KiB each
+
+
+class Rank(SimpleNamespace):
+    __hash__ = object.__hash__
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +33,7 @@ def offered(gpus, *, resident=(), specs=SPECS, **options):
         Manifest(specs, 1 << 20, 2), "nccl", [], keep_mapped=False, resident=resident, stable=False, **options
     )
     made._own_gpu = "GPU-0"
-    rank = SimpleNamespace(device="GPU-1", nccl={}, candidate_transports=["nccl"], refused=[], communicator=None)
+    rank = Rank(device="GPU-1", nccl={}, candidate_transports=["nccl"], refused=[], communicator=None)
     rank.connection = SimpleNamespace(is_local=True, peer="rank 0")
     description, _ = made.assign(rank).buffer.export()
     assert all(bucket[-1].offset + bucket[-1].nbytes <= description["slot_bytes"] for bucket in made.buckets())
@@ -109,6 +114,15 @@ def test_processes_that_may_send_parts_cut_the_same_buckets_and_give_up_their_sl
     assert made.staging_bytes() == 2 * (512 + ALIGNMENT)
     made.close()
     assert gpu.memory == {}
+
+
+@pytest.mark.parametrize("part", [None, Slice(0, ((0, 16),))])
+def test_buckets_are_only_cut_for_a_rank_that_wants_less_than_all(gpus, part):
+    made, _ = offered(gpus)
+    (route,) = made.in_use()
+    made.cut({route.ranks[0]: [part] + [None] * 15}, made.buckets())
+    assert (route.cut is None) == (part is None)
+    made.close()
 
 
 def test_slots_whose_seals_cannot_be_made_are_freed(gpus, monkeypatch):

@@ -1,6 +1,5 @@
 """Buckets that are packed while the one before them travels to another GPU: the order, and what waits for what."""
 
-import contextlib
 import weakref
 
 import pytest
@@ -14,8 +13,10 @@ from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights import buffers, routes, wire
 from rl_memory_plugins.weights.buffers import staged
 from rl_memory_plugins.weights.communicators import SEAL_BYTES
-from rl_memory_plugins.weights.manifest import BucketEntry
-from rl_memory_plugins.weights.source import spec_of
+from rl_memory_plugins.weights.manifest import BucketEntry, Manifest
+from rl_memory_plugins.weights.packing import Packing
+from rl_memory_plugins.weights.routes import Route
+from rl_memory_plugins.weights.source import name_of, spec_of
 
 
 class OnFirst(torch.Tensor):
@@ -195,25 +196,27 @@ def test_tensors_that_lie_together_in_one_allocation_are_one_copy(
     staging.close()
 
 
-def test_small_tensors_are_copied_on_the_stream_on_which_they_were_made(gpus, streams, monkeypatch):
-    staging, used = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True), []
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: used.append(stream) or contextlib.nullcontext())
+@pytest.mark.parametrize("place", [OnFirst, OnSecond], ids=["another GPU", "the same GPU"])
+def test_tensors_are_copied_on_the_streams_on_which_they_were_made(gpus, streams, own_streams, place):
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True)
     a, b = FakeStream("a"), FakeStream("b")
     for number, stream in enumerate([a, a, b, a]):
-        streams[1] = stream
-        put(staging, 0, number, VALUES.as_subclass(OnSecond))
+        streams[place.device.index] = stream
+        put(staging, 0, number, VALUES.as_subclass(place))
     staging.publish()
-    assert used == [a, b, a]
+    copied = gpus[f"GPU-{place.device.index}"].copied
+    assert [sizes for sizes, _ in copied] == [[48] * 2, 48, 48]
+    assert own_streams[0].waits[0] is a and [stream for _, stream in copied][1:] == ["b", "a"]
     staging.close()
 
 
-def test_tensors_of_two_gpus_that_alternate_are_copied_together_too(gpus, streams, own_streams, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+def test_tensors_of_two_gpus_that_alternate_are_copied_together_too(gpus, streams, own_streams):
     staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True)
     for number in range(6):
         put(staging, 0, number, (VALUES + number).as_subclass(OnSecond if number % 2 else OnFirst))
     staging.publish()
-    assert gpus["GPU-0"].copied == [([48] * 3, "own of 0")]
+    for gpu in gpus.values():
+        assert [sizes for sizes, _ in gpu.copied] == [[48] * 3]
     for number in range(6):
         assert torch.equal(at(staging, 0, number, VALUES), VALUES + number)
     staging.close()
@@ -292,6 +295,62 @@ def test_what_nccl_sends_from_host_memory_has_been_read(gpus, streams, monkeypat
     put(staging, 0, 0, VALUES)
     staging.publish()
     assert streams[0].waits == [streams[0]]
+    staging.close()
+
+
+@pytest.mark.parametrize("stable", [True, False])
+@pytest.mark.parametrize("place", [OnFirst, OnSecond], ids=["another GPU", "the same GPU"])
+def test_staging_on_a_gpu_takes_tensors_of_any_layout(gpus, streams, own_streams, stable, place):
+    tensors = [
+        VALUES.t(),
+        torch.arange(40, dtype=torch.bfloat16)[8:24].view(2, 8),  # not at the start of its memory
+        torch.randn(5, 3).to(torch.float8_e4m3fn),
+        torch.ones(3).to(torch.float8_e8m0fnu),
+        torch.ones(3, dtype=torch.uint16),
+        torch.tensor(7, dtype=torch.int64),
+        torch.tensor([[True], [False]]),
+        torch.zeros(0, 4, dtype=torch.float16),
+        torch.ones(3, dtype=torch.bfloat16),
+    ]
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=stable)
+    for slot in (1, 0):
+        for number, tensor in enumerate(tensors):
+            put(staging, slot, number, tensor.as_subclass(place))
+        staging.publish()
+        memory = staging._slots[slot].as_subclass(torch.Tensor)
+        for number, tensor in enumerate(tensors):
+            arrived = buffers.typed(memory, 256 * number, tensor.nbytes, name_of(tensor.dtype), tensor.shape)
+            assert torch.equal(arrived.to(torch.float64), tensor.to(torch.float64)), number
+    staging.close()
+
+
+class OfFirst(OneByOne):
+    """Tensors of the first GPU, one after the other in one allocation, as torch places many."""
+
+    def __init__(self, gpu, tensors):
+        self.held = gpu.place(tensors, per_allocation=len(tensors))
+        super().__init__(self.held)
+
+    def tensors(self):
+        return ((name, tensor.as_subclass(OnFirst)) for name, tensor in self.held.items())
+
+
+@pytest.mark.parametrize(("held", "copies"), [(True, [2304]), (False, [1536, 768])], ids=["held", "not held"])
+def test_nccl_sends_neighbours_on_its_own_gpu_as_one_copy(gpus, streams, own_streams, monkeypatch, held, copies):
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: torch.zeros(*size, **options))
+    monkeypatch.setattr(staged, "GROUP_BYTES", 1536)
+    staging = staging_on("NcclStaging", "GPU-0", OnFirst, stable=True, held=held)
+    tensors = {str(number): torch.full((64,), float(number)) for number in range(9)}
+    source = OfFirst(gpus["GPU-0"], tensors)
+    manifest = Manifest(source.specs(), 4096, 2)
+    (entries,) = manifest.buckets()
+    packing = Packing(source, manifest, [Route("nccl", staging)])
+    packed = packing.pack(1, entries)
+    packing.finish()
+    assert [nbytes for nbytes, _ in gpus["GPU-0"].copied] == copies and packed.copies == []
+    sent = staging.sent(1, entries, b"")
+    assert torch.equal(sent.as_subclass(torch.Tensor).view(torch.float32), torch.cat(list(tensors.values())))
+    assert streams[0].waits == []  # no thread waits
     staging.close()
 
 

@@ -36,7 +36,6 @@ from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.replay import Layout
 from rl_memory_plugins.weights.routes import candidate_transports
 from rl_memory_plugins.weights.sender import WeightSender
-from rl_memory_plugins.weights.source import spec_of
 
 
 def send(ranks, source, **options):
@@ -712,74 +711,6 @@ def test_shared_memory_takes_tensors_of_any_layout():
     staging.close()
 
 
-@pytest.mark.parametrize("stable", [True, False])
-def test_staging_on_a_gpu_takes_tensors_of_any_layout(gpus, monkeypatch, stable):
-    """Those that stay as they are go many to a kernel, when the bucket is published."""
-    foreach_copy = torch._foreach_copy_
-
-    def kernel(targets, tensors, **options):
-        assert not {tensor.dtype for tensor in tensors} & {torch.float8_e8m0fnu, torch.uint16}, "not on a GPU"
-        foreach_copy(targets, tensors, **options)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", kernel)
-    tensors = [
-        torch.arange(12, dtype=torch.float32).view(3, 4).t(),
-        torch.arange(40, dtype=torch.bfloat16)[8:24].view(2, 8),  # not at the start of its memory
-        torch.randn(5, 3).to(torch.float8_e4m3fn),
-        torch.ones(3).to(torch.float8_e8m0fnu),
-        torch.ones(3, dtype=torch.uint16),
-        torch.tensor(7, dtype=torch.int64),
-        torch.tensor([[True], [False]]),
-        torch.zeros(0, 4, dtype=torch.float16),
-        torch.ones(3, dtype=torch.bfloat16),
-    ]
-    staging = buffers.CudaStaging("GPU-0", 8192, 2, stable=stable)
-    description, _ = staging.export()
-    for slot in (1, 0):
-        entries = []
-        for number, tensor in enumerate(tensors):
-            spec = spec_of(str(number), tensor)
-            entries.append(staging.put(slot, BucketEntry(number, 512 * number, spec.nbytes), spec, tensor))
-        staging.publish()
-        attached = buffers.attach(description, [], device="GPU-0", mappings=cuda_ipc.Mappings())
-        for entry, tensor in zip(entries, tensors, strict=True):
-            memory = attached.memory(slot, entry)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            arrived = buffers.typed(memory, entry.offset, entry.nbytes, dtype, tensor.shape)
-            assert torch.equal(arrived.to(torch.float64), tensor.to(torch.float64)), entry
-        attached.close()
-    staging.close()
-
-
-def test_tensors_that_are_copied_together_are_copied_where_each_was_made(gpus, monkeypatch):
-    """On another stream a copy would read memory that is not written yet."""
-    current, copied = ["a"], []
-    foreach_copy = torch._foreach_copy_
-
-    @contextmanager
-    def entered(stream):
-        former, current[0] = current[0], stream
-        yield
-        current[0] = former
-
-    def kernel(targets, tensors, **options):
-        copied.append((current[0], len(tensors)))
-        foreach_copy(targets, tensors, **options)
-
-    monkeypatch.setattr(torch, "_foreach_copy_", kernel)
-    monkeypatch.setattr(torch.cuda, "stream", entered)
-    staging = buffers.CudaStaging("GPU-0", 8192, 1, stable=True)
-    monkeypatch.setattr(staging, "_current_stream", lambda: current[0])
-    for number, stream in enumerate(["a", "a", "b", "b", "b", "a"]):
-        current[0] = stream
-        tensor = torch.full((4,), float(number))
-        staging.put(0, BucketEntry(number, 512 * number, 16), spec_of(str(number), tensor), tensor)
-    current[0] = "c"
-    staging.publish()
-    assert copied == [("a", 2), ("b", 3), ("a", 1)]
-    staging.close()
-
-
 class OnGpu(torch.Tensor):
     """A host tensor that says it lies on the first GPU."""
 
@@ -788,6 +719,8 @@ class OnGpu(torch.Tensor):
 
 
 class FakeStream:
+    cuda_stream = 0
+
     def __init__(self):
         self.waits = []  # for itself, or for other streams
 

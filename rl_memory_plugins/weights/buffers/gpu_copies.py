@@ -1,4 +1,4 @@
-"""Copies of tensors from one GPU of the trainer to another GPU, on which a bucket is packed."""
+"""Copies of tensors on a GPU of the trainer to a slot, on that GPU or on another one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from rl_memory_plugins.weights.cuda_ipc import CudaGpu
 from rl_memory_plugins.weights.host_copy import LOWEST, require_memory
 
 
-class PeerCopies:
+class GpuCopies:
     """Copies that the GPU of the tensors makes.
 
-    By torch's copy each GPU waits for the other before and after every tensor, so that the link is idle in between.
-    Here nothing uses the slot meanwhile: the receiver has acknowledged it. Tensors that lie one after the other in one
-    allocation, as torch places many, and also in the slot, are one copy: the driver takes microseconds for each.
+    By torch's copy to another GPU each of both waits for the other before and after every tensor, so that the link is
+    idle in between. Here nothing uses the slot meanwhile: the receiver has acknowledged it. Tensors that lie one after
+    the other in one allocation, as torch places many, and also in the slot, are one copy: the driver takes microseconds
+    for each.
 
     Args:
         gpu: The GPU of the tensors.
@@ -40,7 +41,7 @@ class PeerCopies:
         self._own: Any = None  # a stream of its own
 
     def add(self, target: int, tensor: torch.Tensor, nbytes: int) -> None:
-        """Copy a contiguous tensor to an address of the other GPU, behind what its current stream has been given.
+        """Copy a contiguous tensor to an address in the slot, behind what its current stream has been given.
 
         Args:
             nbytes: Those of the tensor.
