@@ -85,10 +85,11 @@ def test_a_small_model_has_small_slots(gpus):
         ("cuda_ipc", {"free_slots": False}, 2),
         ("cuda_ipc", {"may_divide": True}, 2),
         ("cuda_ipc", {"resident": [torch.ones(1)]}, 2),  # in host memory: no copy between GPUs overlaps
-        ("nccl", {}, 2),  # whose buckets are larger
+        ("nccl", {}, 3),
+        ("nccl", {"may_divide": True}, 2),
     ],
 )
-def test_there_is_a_third_slot_where_the_trainer_packs_on_another_gpu(gpus, monkeypatch, transport, options, slots):
+def test_there_is_a_third_slot_where_buckets_go_from_one_gpu_to_another(gpus, monkeypatch, transport, options, slots):
     monkeypatch.setattr(routes, "_source_gpu", lambda resident, local: None)
     monkeypatch.setattr(routes, "_current_gpu", lambda gpus: "GPU-0")
     rank = SimpleNamespace(device="GPU-1", connection=SimpleNamespace(is_local=transport == "cuda_ipc"))
