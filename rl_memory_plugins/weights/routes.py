@@ -40,8 +40,8 @@ PEER_BUCKET_BYTES = 256 << 20
 MiB each update would take 10 ms more for 15 GB: the driver takes as long for the first such allocation there."""
 
 PEER_SLOTS = 3
-"""The slots for buckets that go from one GPU to another: one is packed, one travels, one is loaded. With two, 15 GB take
-55 ms instead of 51 by CUDA IPC, and 61 GB in 18,867 tensors 301 ms instead of 216 by NCCL."""
+"""The slots for buckets that go from one GPU to another: one is packed, one travels, one is loaded. With two, 15 GB
+take 55 ms instead of 51 by CUDA IPC, and 61 GB in 18,867 tensors 301 ms instead of 216 by NCCL."""
 
 NCCL_BUCKET_BYTES = 512 << 20
 """The largest bucket that travels from GPU to GPU. It travels for 1.4 ms at 370 GB/s. In that time the two ends make
