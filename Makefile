@@ -75,8 +75,10 @@ RULES_tp := sleep_wake faults updates freeze handoff kept_weights
 RULES_dp := sleep_wake modes updates shared_backup metrics timeline
 # With a key, and ranks to show; the rest of the page does not depend on them.
 PAGE_dp := tests/conformance/test_status_page.py::test_the_page_shows_a_sleep_a_failed_update_and_a_wake
+# With one rank everything is needed.
+SLICES_tp := tests/conformance/test_network.py::test_only_what_a_rank_needs_travels
 RULES_pp := $(TOGETHER) freeze handoff kept_weights sharded_trainer shared_backup
-RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) $(PAGE_$*) \
+RANKS_SUITE = $(RULES_$*:%=tests/conformance/test_%.py) $(PAGE_$*) $(SLICES_$*) \
 	--deselect tests/conformance/test_modes.py::test_a_wait_that_takes_too_long_gives_up_and_reopens
 # What four ranks must agree on, as two tensor-parallel ranks in each of two pipeline stages.
 TP_BY_PP := $(patsubst %,tests/conformance/test_%.py,$(TOGETHER) kept_weights)

@@ -37,7 +37,7 @@ from rl_memory_plugins.trainer import (
 )
 from rl_memory_plugins.trainer.lane import next_ports
 from rl_memory_plugins.trainer.push import most_specific
-from rl_memory_plugins.weights import dial
+from rl_memory_plugins.weights import dial, wire
 from rl_memory_plugins.weights.communicators import over_gloo
 from rl_memory_plugins.weights.source import spec_of
 
@@ -76,6 +76,25 @@ def test_all_engines_that_are_well_get_the_weights(form):
     assert report["failed"] == []
     assert report["tensors"] == len(tensors) and len(report["receivers"]) == 4 and len(report["engines"]) == 3
     assert report["bytes"] == sum(tensor.nbytes for tensor in tensors.values())
+
+
+@SOURCES
+@pytest.mark.parametrize("on_failure", ["abort", "continue"])
+def test_engines_receive_at_the_same_time(monkeypatch, form, on_failure):
+    """None acknowledges its first bucket before all ranks of all engines have theirs."""
+    engines, tensors = [*well_engines(), ToyEngine(1, first_device=3)], checkpoint(1)
+    met, deliver, acknowledged = threading.Barrier(4, timeout=10.0), wire.Connection.send, set()
+
+    def after_all(connection, message, *arguments):
+        if isinstance(message, wire.Ack) and connection not in acknowledged:
+            acknowledged.add(connection)
+            met.wait()
+        deliver(connection, message, *arguments)
+
+    monkeypatch.setattr(wire.Connection, "send", after_all)
+    push_from_all(engines, form(tensors), **{**OPTIONS, "bucket_bytes": 256, "on_failure": on_failure})
+    assert_loaded(engines, tensors)
+    assert len(acknowledged) == 4
 
 
 @SOURCES
