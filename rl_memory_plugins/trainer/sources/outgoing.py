@@ -92,8 +92,6 @@ class Outgoing:
         few threads of a trainer cast it.
         """
         tensor = tensor.detach() if tensor.requires_grad else tensor
-        if self._dtype is None:  # the common case with thousands of tensors
-            return tensor
         dtype = self.sent_as(name, tensor.dtype)
         if tensor.dtype == dtype:
             return tensor
