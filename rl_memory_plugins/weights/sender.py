@@ -61,7 +61,7 @@ class WeightSender:
             let this process contribute its shards to an update of others.
         bucket_bytes: The largest bucket, in bytes; a single row of a tensor may exceed it. Large buckets are fastest on
             a GPU, because the two processes take turns there. If memory is short, the sender uses smaller ones.
-        slots: The number of buckets that exist at a time; by default 2, and 3 if all go from one GPU to another.
+        slots: The number of buckets that exist at a time; by default 2; see docs/trainers.md for when there are 3.
         timeout_s: The longest wait for a receiver at any point, in seconds.
         directory: The parent of the private directory for the socket; by default the directory for temporary files.
             The engine must see it under the same path, which must be short: the path of a socket has at most 107 bytes.

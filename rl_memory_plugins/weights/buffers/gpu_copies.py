@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights.buffers.streams import Streams
 from rl_memory_plugins.weights.cuda_ipc import CudaGpu
 from rl_memory_plugins.weights.host_copy import LOWEST, require_memory
@@ -32,6 +32,7 @@ class GpuCopies:
         self._streams = streams
         self._group_bytes = group_bytes
         self._tensors: list[torch.Tensor] = []  # their memory must not be used anew before the copies have begun
+        self._addresses: list[int] = []  # of the tensors, when they were given
         self._targets: list[int] = []
         self._sources: list[int] = []
         self._sizes: list[int] = []
@@ -40,26 +41,31 @@ class GpuCopies:
         self._stream: Any = None  # where the tensors were made
         self._own: Any = None  # a stream of its own
 
-    def add(self, target: int, tensor: torch.Tensor, nbytes: int) -> None:
+    def add(self, target: int, tensor: torch.Tensor, nbytes: int) -> bool:
         """Copy a contiguous tensor to an address in the slot, behind what its current stream has been given.
 
         Args:
             nbytes: Those of the tensor.
 
+        Returns: `False` for a tensor that consists of others, which only torch can copy.
+
         Raises:
-            WeightUpdateError: the tensor has no memory.
+            WeightUpdateError: the tensor has no memory; or see `flush`.
         """
         address = tensor.data_ptr()
-        if address < LOWEST:
+        if address < LOWEST and nbytes:
+            if hasattr(tensor, "__tensor_flatten__"):
+                return False
             require_memory(tensor)
         if not nbytes:
-            return
+            return True
         stream = self._streams.current(self._gpu.index)
         # To compare two streams takes as long as the rest, and mostly it is the same object.
         if stream is not self._stream and (self._stream is None or stream != self._stream):
             self.flush()
             self._stream = stream
         self._tensors.append(tensor)
+        self._addresses.append(address)
         if self._continues(target, address, nbytes):
             self._sizes[-1] += nbytes
         else:
@@ -69,6 +75,7 @@ class GpuCopies:
         self._nbytes += nbytes
         if self._nbytes >= self._group_bytes:
             self.flush()
+        return True
 
     def _continues(self, target: int, address: int, nbytes: int) -> bool:
         """Whether a copy begins where the last one ends, and the sources of both are in one allocation."""
@@ -85,16 +92,35 @@ class GpuCopies:
         return address + nbytes <= self._allocation.stop
 
     def flush(self) -> None:
-        """Begin all copies. What the streams of the tensors are given later comes after them."""
+        """Begin all copies. What the streams of the tensors are given later comes after them.
+
+        Raises:
+            WeightUpdateError: the GPU cannot copy; or a tensor has lost its memory, as by an `Offloader`.
+        """
+        if [tensor.data_ptr() for tensor in self._tensors] != self._addresses:
+            raise WeightUpdateError("a tensor of the source has left its memory while it was packed")
         targets, sources, sizes = self._targets, self._sources, self._sizes
         self._targets, self._sources, self._sizes, self._nbytes = [], [], [], 0
         self._allocation = range(0)  # the source may have freed it before the next copies
-        if len(targets) == 1:
-            self._gpu.copy(targets[0], sources[0], sizes[0], self._stream.cuda_stream)
-        elif targets:  # the driver refuses many at a time on the default stream, which most trainers use
-            own = self._own = self._own or torch.cuda.Stream(self._gpu.index)
-            self._streams.note(own)
-            own.wait_stream(self._stream)
+        try:
+            if len(targets) == 1:
+                self._gpu.copy(targets[0], sources[0], sizes[0], self._stream.cuda_stream)
+            elif targets:
+                self._copy_many(targets, sources, sizes)
+        except UnsupportedError as error:  # by now the transport has been chosen
+            message = f"a GPU cannot copy the source's tensors: {error}"
+            raise WeightUpdateError(message, **error.details) from error
+        self._tensors, self._addresses = [], []
+
+    def _copy_many(self, targets: list[int], sources: list[int], sizes: list[int]) -> None:
+        # The driver refuses many at a time on the default stream, which most trainers use. High priority: torch's
+        # streams of normal priority are few and taken in turn, and a communicator's waits for its peer.
+        own = self._own = self._own or torch.cuda.Stream(self._gpu.index, priority=-1)
+        self._streams.note(own)
+        own.wait_stream(self._stream)
+        try:
             self._gpu.copy_many(targets, sources, sizes, own.cuda_stream)
-            self._stream.wait_stream(own)
-        self._tensors = []
+        except UnsupportedError:  # perhaps this memory, and not one at a time
+            for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+                self._gpu.copy(target, source, nbytes, own.cuda_stream)
+        self._stream.wait_stream(own)

@@ -56,7 +56,6 @@ class _CudaSlots:
         self._stable = stable
         self._group_bytes = (slot_bytes if held else GROUP_BYTES) if stable else 0
         self._bounce: _BounceBuffers | None = None
-        self._flat: dict[tuple[int, str], torch.Tensor] = {}  # by slot and dtype, the memory of the slot as elements
         self._streams = Streams()
         self._has_read_host = False  # since the last `publish`
         self._copies: dict[
@@ -113,10 +112,8 @@ class _CudaSlots:
         start = self._addresses[slot]
         for entry, spec in zip(entries, specs, strict=True):
             tensor = next_tensor(spec, tensors)
-            copies = self._copies.get(tensor.device)
-            if copies is not None and tensor.is_contiguous():
-                copies.add(start + entry.offset, tensor, entry.nbytes)
-            else:
+            copies, target = self._copies.get(tensor.device), start + entry.offset
+            if copies is None or not (tensor.is_contiguous() and copies.add(target, tensor, entry.nbytes)):
                 self.put(slot, entry, spec, tensor)
             del tensor  # the source may need its memory to make the next one
 
@@ -128,24 +125,18 @@ class _CudaSlots:
         if device not in self._copies:
             gpu = self._gpu if self._is_near(device) else cuda_ipc.local_gpu(gpu_name(device.index))
             reaches = gpu is self._gpu or gpu.reaches(self._gpu)
-            self._copies[device] = GpuCopies(gpu, self._streams, group_bytes=self._group_bytes) if reaches else None
+            group_bytes = self._group_bytes_of(device)
+            self._copies[device] = GpuCopies(gpu, self._streams, group_bytes=group_bytes) if reaches else None
         copies = self._copies[device]
-        if copies is None:
-            return False
-        copies.add(self._addresses[slot] + entry.offset, tensor, entry.nbytes)
-        return True
+        return copies is not None and copies.add(self._addresses[slot] + entry.offset, tensor, entry.nbytes)
+
+    def _group_bytes_of(self, device: torch.device) -> int:
+        """How many bytes of tensors on a GPU are copied together."""
+        return self._group_bytes
 
     def _is_near(self, device: torch.device) -> bool:
         """Whether the slots are on this GPU."""
         return bool(device == self._slots[0].device)
-
-    def _view(
-        self, slot: int, entry: BucketEntry, spec: TensorSpec, shape: Sequence[int], stride: Sequence[int]
-    ) -> torch.Tensor:
-        flat = self._flat.get((slot, spec.dtype))
-        if flat is None:
-            flat = self._flat[slot, spec.dtype] = self._slots[slot].view(getattr(torch, spec.dtype))
-        return flat.as_strided(shape, stride, flat.storage_offset() + entry.offset // flat.itemsize)
 
     def _current_stream(self) -> Any:
         """The current stream of the GPU. `publish` waits for it."""
@@ -173,7 +164,6 @@ class _CudaSlots:
         self._copies = {}
         self._streams.synchronize()
         self._slots = []
-        self._flat = {}
         if self._bounce is not None:
             self._bounce.copier.close()
             self._bounce = None
@@ -193,6 +183,7 @@ class CudaStaging(_CudaSlots):
     def __init__(self, device: str, slot_bytes: int, slots: int, *, stable: bool = False, held: bool = False) -> None:
         super().__init__(device, slot_bytes, slots, stable=stable, held=held)
         self._given: dict[int, torch.Tensor] = {}  # by the index of a tensor: what `place` gave for it
+        self._flat: dict[tuple[int, str], torch.Tensor] = {}  # by slot and dtype, the memory of the slot as elements
         try:
             allocations = [self._gpu.find(address) for address in self._addresses]
             if None in allocations:
@@ -211,7 +202,11 @@ class CudaStaging(_CudaSlots):
 
     def place(self, slot: int, entry: BucketEntry, spec: TensorSpec) -> torch.Tensor:
         """The memory of a tensor. It need not be copied if it has been made there."""
-        made = self._given[entry.index] = self._view(slot, entry, spec, spec.shape, row_major(spec.shape))
+        flat = self._flat.get((slot, spec.dtype))
+        if flat is None:
+            flat = self._flat[slot, spec.dtype] = self._slots[slot].view(getattr(torch, spec.dtype))
+        start = flat.storage_offset() + entry.offset // flat.itemsize
+        made = self._given[entry.index] = flat.as_strided(spec.shape, row_major(spec.shape), start)
         return made
 
     def put(self, slot: int, entry: BucketEntry, spec: TensorSpec, tensor: torch.Tensor) -> BucketEntry:
@@ -222,7 +217,12 @@ class CudaStaging(_CudaSlots):
 
     def close(self) -> None:
         self._given = {}
+        self._flat = {}
         super().close()
+
+    def _group_bytes_of(self, device: torch.device) -> int:
+        # On one GPU `publish` waits: copies run while further tensors are put.
+        return min(self._group_bytes, GROUP_BYTES) if self._is_near(device) else self._group_bytes
 
     def publish(self) -> Sequence[Any]:
         from_afar = any(copies for device, copies in self._copies.items() if not self._is_near(device))
@@ -251,6 +251,10 @@ class NcclStaging(_CudaSlots):
         except BaseException:
             self.close()
             raise
+
+    def copy_at_once(self) -> None:
+        """Copy each tensor when it is put: they are made for that, and take memory until then."""
+        self._group_bytes = 0
 
     def publish(self) -> Sequence[Any]:
         """Begin the copies. The stream that is current is behind all of them."""

@@ -87,6 +87,10 @@ def test_a_small_model_has_small_slots(gpus):
         ("cuda_ipc", {"resident": [torch.ones(1)]}, 2),  # in host memory: no copy between GPUs overlaps
         ("nccl", {}, 3),
         ("nccl", {"may_divide": True}, 2),
+        ("nccl", {"free_slots": False}, 2),
+        ("nccl", {"resident": [torch.ones(1)]}, 2),
+        ("nccl", {"ranks": 2}, 2),  # each may need other slices, from slots of its own
+        ("cuda_ipc", {"ranks": 2}, 3),
     ],
 )
 def test_there_is_a_third_slot_where_buckets_go_from_one_gpu_to_another(gpus, monkeypatch, transport, options, slots):
@@ -94,7 +98,13 @@ def test_there_is_a_third_slot_where_buckets_go_from_one_gpu_to_another(gpus, mo
     monkeypatch.setattr(routes, "_current_gpu", lambda gpus: "GPU-0")
     rank = SimpleNamespace(device="GPU-1", connection=SimpleNamespace(is_local=transport == "cuda_ipc"))
     manifest, given = Manifest(SPECS, 1 << 20, 2), {"keep_mapped": False, "resident": None, "stable": False}
-    made = Routes(manifest, transport, [rank], **{**given, "free_slots": True, **options})
+    ranks = [rank] * {"ranks": 1, **options}["ranks"]
+    made = Routes(
+        manifest,
+        transport,
+        ranks,
+        **{**given, "free_slots": True, **{name: one for name, one in options.items() if name != "ranks"}},
+    )
     assert made.manifest.slots == slots
 
 

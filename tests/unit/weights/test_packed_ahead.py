@@ -81,6 +81,7 @@ def at(staging, slot, number, like):
 
 
 VALUES = torch.arange(12, dtype=torch.float32).view(3, 4)
+BOTH_GPUS = pytest.mark.parametrize("place", [OnFirst, OnSecond], ids=["another GPU", "the same GPU"])
 
 
 def test_a_tensor_on_another_gpu_is_copied_on_its_own_stream_and_no_thread_waits(gpus, streams):
@@ -99,7 +100,7 @@ def own_streams(monkeypatch):
     """The streams that are made."""
     made = []
 
-    def make(gpu):
+    def make(gpu, priority):
         made.append(FakeStream(f"own of {gpu}"))
         return made[-1]
 
@@ -196,7 +197,7 @@ def test_tensors_that_lie_together_in_one_allocation_are_one_copy(
     staging.close()
 
 
-@pytest.mark.parametrize("place", [OnFirst, OnSecond], ids=["another GPU", "the same GPU"])
+@BOTH_GPUS
 def test_tensors_are_copied_on_the_streams_on_which_they_were_made(gpus, streams, own_streams, place):
     staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True)
     a, b = FakeStream("a"), FakeStream("b")
@@ -239,14 +240,75 @@ def test_a_tensor_that_does_not_lie_as_it_is_sent_is_copied_by_torch_and_waited_
 
 
 @pytest.mark.parametrize("start", [0, 4])
-def test_a_tensor_on_another_gpu_without_memory_is_refused_and_not_read(gpus, streams, start):
+@BOTH_GPUS
+def test_a_tensor_on_a_gpu_without_memory_is_refused_and_not_read(gpus, streams, place, start):
     staging = staging_on("CudaStaging", "GPU-1", OnSecond)
     tensor = torch.ones(12)
-    part = tensor[start:].as_subclass(OnFirst)
+    part = tensor[start:].as_subclass(place)
     tensor.untyped_storage().resize_(0)
     with pytest.raises(WeightUpdateError, match="has no memory"):
         put(staging, 0, 0, part)
-    assert gpus["GPU-0"].copied == []
+    assert gpus["GPU-0"].copied == gpus["GPU-1"].copied == []
+    staging.close()
+
+
+@BOTH_GPUS
+def test_a_tensor_that_leaves_its_memory_before_its_copy_begins_is_not_read(gpus, streams, own_streams, place):
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True)
+    leaving = torch.ones(12)
+    for number, tensor in enumerate([VALUES, leaving]):
+        put(staging, 0, number, tensor.as_subclass(place))
+    leaving.untyped_storage().resize_(0)
+    with pytest.raises(WeightUpdateError, match="has left its memory"):
+        staging.publish()
+    assert gpus["GPU-0"].copied == gpus["GPU-1"].copied == []
+    staging.close()
+
+
+@BOTH_GPUS
+def test_a_tensor_that_consists_of_others_is_left_to_torch(gpus, streams, monkeypatch, place):
+    """Such as a quantised one, which has no memory of its own."""
+    given = []
+
+    class Apart(place):
+        __tensor_flatten__ = None
+
+        def data_ptr(self):
+            return 0
+
+    tensor = VALUES.as_subclass(Apart)
+    monkeypatch.setattr(OnSecond, "copy_", lambda self, source, **options: given.append(source))
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True)
+    put(staging, 0, 0, tensor)
+    staging.put_whole(1, [BucketEntry(1, 0, 48)], [spec_of("1", tensor)], iter([("1", tensor)]))
+    assert given == [tensor, tensor] and gpus["GPU-0"].copied == gpus["GPU-1"].copied == []
+    staging.close()
+
+
+@pytest.mark.parametrize("refused", [{"copy_many"}, {"copy_many", "copy"}])
+@BOTH_GPUS
+def test_copies_that_the_driver_refuses_together_are_made_one_by_one_or_fail_the_update(
+    gpus, streams, own_streams, monkeypatch, place, refused
+):
+    def refuse(*arguments):
+        raise UnsupportedError(
+            "cuMemcpy failed with CUDA_ERROR_INVALID_VALUE (1)", cuda_error="CUDA_ERROR_INVALID_VALUE"
+        )
+
+    gpu = gpus[f"GPU-{place.device.index}"]
+    for call in refused:
+        monkeypatch.setattr(gpu, call, refuse)
+    staging = staging_on("CudaStaging", "GPU-1", OnSecond, stable=True)
+    for number in range(2):
+        put(staging, 0, number, (VALUES + number).as_subclass(place))
+    if "copy" in refused:
+        with pytest.raises(WeightUpdateError, match="a GPU cannot copy") as error:
+            staging.publish()
+        assert error.value.details == {"cuda_error": "CUDA_ERROR_INVALID_VALUE"}
+    else:
+        staging.publish()
+        assert [nbytes for nbytes, _ in gpu.copied] == [48, 48]
+        assert torch.equal(at(staging, 0, 1, VALUES), VALUES + 1)
     staging.close()
 
 
@@ -287,6 +349,31 @@ def test_what_nccl_sends_is_behind_all_copies_and_no_thread_waits(gpus, streams,
     assert other.waits == [other]  # what is given up early may still be read
 
 
+def test_what_nccl_sends_waits_for_the_copies_that_begin_last(gpus, streams, own_streams, monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: torch.zeros(*size, **options))
+    order, copy_many = [], gpus["GPU-0"].copy_many
+    monkeypatch.setattr(FakeStream, "order", order)
+    monkeypatch.setattr(gpus["GPU-0"], "copy_many", lambda *copies: order.append("copies") or copy_many(*copies))
+    staging = staging_on("NcclStaging", "GPU-0", OnFirst, stable=True, held=True)
+    for number in (0, 2, 1):  # no neighbours
+        put(staging, 0, number, (VALUES + number).as_subclass(OnFirst))
+    assert list(staging.publish()) == []
+    own = "own of 0"
+    assert order == [f"{own} waits for first", "copies", f"first waits for {own}", f"first waits for {own}"]
+    assert streams[0].waits == own_streams[0:1] * 2
+    staging.close()
+
+
+def test_pieces_that_are_cut_for_a_rank_are_copied_at_once(gpus, streams, monkeypatch):
+    """Nothing else holds them: together they would take as much memory as a slot."""
+    monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: torch.zeros(*size, **options))
+    staging = staging_on("NcclStaging", "GPU-0", OnFirst, stable=True, held=True)
+    staging.copy_at_once()
+    put(staging, 0, 0, VALUES.as_subclass(OnFirst))
+    assert gpus["GPU-0"].copied == [(48, "first")]
+    staging.close()
+
+
 def test_what_nccl_sends_from_host_memory_has_been_read(gpus, streams, monkeypatch):
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: torch.zeros(*size, **options))
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
@@ -299,7 +386,7 @@ def test_what_nccl_sends_from_host_memory_has_been_read(gpus, streams, monkeypat
 
 
 @pytest.mark.parametrize("stable", [True, False])
-@pytest.mark.parametrize("place", [OnFirst, OnSecond], ids=["another GPU", "the same GPU"])
+@BOTH_GPUS
 def test_staging_on_a_gpu_takes_tensors_of_any_layout(gpus, streams, own_streams, stable, place):
     tensors = [
         VALUES.t(),
@@ -339,7 +426,11 @@ class OfFirst(OneByOne):
 def test_nccl_sends_neighbours_on_its_own_gpu_as_one_copy(gpus, streams, own_streams, monkeypatch, held, copies):
     monkeypatch.setattr(torch, "empty", lambda *size, pin_memory, **options: torch.zeros(*size, **options))
     monkeypatch.setattr(staged, "GROUP_BYTES", 1536)
-    staging = staging_on("NcclStaging", "GPU-0", OnFirst, stable=True, held=held)
+    put_whole = buffers.NcclStaging.put_whole
+    staging, whole = staging_on("NcclStaging", "GPU-0", OnFirst, stable=True, held=held), []
+    monkeypatch.setattr(
+        buffers.NcclStaging, "put_whole", lambda *given: whole.extend(given[2]) or put_whole(*given), raising=False
+    )
     tensors = {str(number): torch.full((64,), float(number)) for number in range(9)}
     source = OfFirst(gpus["GPU-0"], tensors)
     manifest = Manifest(source.specs(), 4096, 2)
@@ -351,6 +442,7 @@ def test_nccl_sends_neighbours_on_its_own_gpu_as_one_copy(gpus, streams, own_str
     sent = staging.sent(1, entries, b"")
     assert torch.equal(sent.as_subclass(torch.Tensor).view(torch.float32), torch.cat(list(tensors.values())))
     assert streams[0].waits == []  # no thread waits
+    assert whole == entries
     staging.close()
 
 
@@ -462,10 +554,11 @@ def test_tensors_of_another_gpu_arrive_whole_or_in_parts(gpus, streams, own_stre
     rank.model.assert_unchanged(loaded(tensors))
 
 
-def test_a_lazy_negation_of_another_gpu_is_in_the_bytes(gpus, streams, own_streams, on_second):
-    class Negated(FromFirst):
+@BOTH_GPUS
+def test_a_lazy_negation_on_a_gpu_is_in_the_bytes(gpus, streams, own_streams, on_second, place):
+    class Negated(OneByOne):
         def tensors(self):
-            return ((name, torch._neg_view(tensor.neg())) for name, tensor in super().tensors())
+            return ((name, torch._neg_view(tensor.neg()).as_subclass(place)) for name, tensor in super().tensors())
 
     rank, tensors = gpu_rank(rank=1), checkpoint(3)
     send([rank], Negated(tensors), transport="cuda_ipc")
