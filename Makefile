@@ -175,7 +175,7 @@ test-browser: env-$(ENGINE)
 		--engine $(ENGINE) --fork
 
 test-long:
-	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),test-long-unit test-ray trainers)
+	+$(SIDE_BY_SIDE) $(foreach engine,$(LONG_ENGINES),$(LONG_$(engine))) $(if $(filter vllm,$(LONG_ENGINES)),test-long-unit test-ray test-ray-executor trainers)
 
 LONG_vllm := test-long-vllm-own test-long-vllm-kinds test-long-vllm-updates test-long-vllm-properties test-long-vllm-tp test-long-vllm-pp \
 	test-long-vllm-dp test-long-vllm-experts
@@ -276,13 +276,18 @@ test-trl: env-trainers
 
 # -- Ray ---------------------------------------------------------------------------------------------------------
 
-.PHONY: test-ray test-ray-short
+.PHONY: test-ray test-ray-short test-ray-executor
 
 # Fleets of vLLM engines on one machine with CPUs, an SGLang engine, and the example.
 test-ray: env-trainers env-verl-sglang
 	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray --ignore tests/ray/test_sglang.py
 	$(VERL_SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_sglang.py
 	$(TRAINERS_ENV)/bin/python -m integration.ray_grpo --quick --out .pytest_cache/$@
+
+# The common suite on vLLM's Ray executor: two ranks, which are actors on two nodes of a local Ray.
+test-ray-executor: env-trainers
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(patsubst %,tests/conformance/test_%.py,$(TOGETHER) network) \
+		--engine vllm --tp 2 --ray
 
 # What of it every change runs.
 test-ray-short: env-trainers

@@ -21,6 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--tp", default=1, type=int, help="its tensor-parallel size")
     group.addoption("--pp", default=1, type=int, help="its pipeline-parallel size")
     group.addoption("--dp", default=1, type=int, help="its data-parallel size")
+    group.addoption("--ray", action="store_true", help="vLLM's ranks are actors on two nodes of a local Ray")
     group.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="where it runs")
     group.addoption("--fork", action="store_true", help="on the CPU: its processes are forks, which start in seconds")
     group.addoption("--kinds", default="chosen", choices=("chosen", "all"), help="the kinds of weights of tests/kinds")

@@ -48,6 +48,7 @@ class Launch:
     compiled: bool = True  # on a GPU; an engine without compilation captures graphs too, and starts sooner
     graphs: bool = True  # on a GPU; without them an engine starts soonest
     memory: float = 0.0  # the share of the GPU's memory that the engine takes, in place of `kv_bytes`; 0 for none
+    ray: str = ""  # the address of the Ray whose nodes have the ranks of vLLM, one each; see `ray_nodes`
     adapter_rank: int = 0  # the highest rank of LoRA adapters; with 0 the engine takes none
 
     @property
@@ -158,6 +159,16 @@ class EngineKind(ABC):
 _FORKS: dict[tuple[str | None, ...], Forks] = {}
 
 
+def ray_workers() -> list[psutil.Process]:
+    """The processes that are vLLM's ranks on nodes of Ray that this process has started."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if any("RayWorkerProc" in part for part in process.cmdline()):
+                found.append(process)
+    return found
+
+
 class Server:
     """A running server. `with` waits until it is ready, and stops it at the end."""
 
@@ -246,7 +257,7 @@ class Server:
     def processes(self) -> list[psutil.Process]:
         try:
             root = psutil.Process(self._process.pid)
-            return [root, *root.children(recursive=True)]
+            return [root, *root.children(recursive=True), *(ray_workers() if self.launch.ray else [])]
         except psutil.NoSuchProcess:
             return []
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 FORKING = REPOSITORY / "tests" / "aids" / "vllm_fork"
 PIPELINE = REPOSITORY / "tests" / "aids" / "vllm_pipeline"
+RAY = REPOSITORY / "tests" / "aids" / "vllm_ray"
 
 
 def _device_arguments(launch: Launch) -> list[str]:
@@ -66,6 +67,8 @@ class Vllm(EngineKind):
         if launch.adapter_rank:
             arguments += ["--enable-lora", "--max-lora-rank", str(launch.adapter_rank)]
             arguments += ["--max-loras", "2", "--max-cpu-loras", "2"]
+        if launch.ray:
+            arguments += ["--distributed-executor-backend", "ray"]
         if launch.dp > 1:
             arguments += ["--data-parallel-size", str(launch.dp)]
         return arguments
@@ -81,6 +84,9 @@ class Vllm(EngineKind):
         if launch.device == "cuda":
             # FlashInfer compiles its kernels at first use, which takes minutes and CUDA's headers.
             return {**variables, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+        if launch.ray:
+            of_ray = {"RAY_ADDRESS": launch.ray, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(RAY)}
+            return {**variables, **of_ray, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         if launch.forked:  # vLLM would bind the workers of two engines to the same core
             aids = os.pathsep.join(map(str, [FORKING, *([PIPELINE] if launch.pp > 1 else [])]))
             unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}

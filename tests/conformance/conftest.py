@@ -7,6 +7,7 @@ the checkpoint's weights. That a test leaves the engine able to get there is par
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import pytest
 import torch
 
 from integration.engines import ENGINES
-from integration.engines.base import Launch, Server
+from integration.engines.base import REPOSITORY, Launch, Server
+from integration.engines.vllm import RAY
 from integration.models import SHAPES, new_model, write_model
+from integration.ray_nodes import ray_nodes
 from rl_memory_plugins.weights.checksums import tensor_checksum
 
 PROMPT = [5, 6, 7, 8]
@@ -93,7 +96,18 @@ def fault_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def launch(request: pytest.FixtureRequest, model_folder: Path, fault_dir: Path) -> Launch:
+def ray_address(request: pytest.FixtureRequest, model_folder: Path) -> Iterator[str]:
+    """Of the Ray whose nodes have the ranks; empty without one."""
+    if not request.config.getoption("--ray"):
+        yield ""
+        return
+    aids = {"PYTHONPATH": os.pathsep.join([str(RAY), str(REPOSITORY)]), "RAY_worker_niceness": "0"}
+    with ray_nodes(2, {"RAY_AUTH_MODE": "disabled", **aids}) as address:
+        yield address
+
+
+@pytest.fixture(scope="session")
+def launch(request: pytest.FixtureRequest, model_folder: Path, fault_dir: Path, ray_address: str) -> Launch:
     tp, pp, dp = (request.config.getoption(f"--{name}") for name in ("tp", "pp", "dp"))
     return Launch(
         model_folder,
@@ -112,6 +126,7 @@ def launch(request: pytest.FixtureRequest, model_folder: Path, fault_dir: Path) 
         host="0.0.0.0",
         device=request.config.getoption("--device"),
         forked=request.config.getoption("--fork"),
+        ray=ray_address,
     )
 
 
