@@ -288,6 +288,7 @@ test-ray: env-trainers env-verl-sglang
 test-ray-executor: env-trainers
 	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(patsubst %,tests/conformance/test_%.py,$(TOGETHER) network) \
 		--engine vllm --tp 2 --ray
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/conformance/test_long_run.py -k killed --engine vllm --tp 2 --ray
 
 # What of it every change runs.
 test-ray-short: env-trainers

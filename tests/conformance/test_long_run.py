@@ -26,7 +26,9 @@ GROWTH_BYTES = 16 << 20  # of a process, in allocators that fill up; any large t
 
 
 @pytest.fixture(scope="module")
-def own_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def own_server(
+    request: pytest.FixtureRequest, ray_address: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     device = request.config.getoption("--device")
     folder = tmp_path_factory.mktemp("model") / "tiny"
     launch = Launch(
@@ -37,6 +39,7 @@ def own_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         device=device,
         forked=request.config.getoption("--fork"),
         kv_bytes=64 << 20,
+        ray=ray_address,
     )
     write_model(folder, SHAPES["tiny"], dtype=launch.dtype, seed=SEED)
     kind = ENGINES[request.config.getoption("--engine")]()
