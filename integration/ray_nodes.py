@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -33,9 +34,11 @@ def ray_nodes(count: int, variables: Mapping[str, str]) -> Iterator[str]:
         reservation, port = reserve_port()
         ends.callback(reservation.close)
         address = f"{_LOCAL}:{port}"
+        # Ray notes its latest cluster there, also after its end, and `ray.init` of other programs would look for it.
+        folder = ends.enter_context(tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True))
         for number in range(count):
             place = ["--address", address] if number else ["--head", "--port", str(port), "--include-dashboard=false"]
-            node = _started(place, {**os.environ, **variables})
+            node = _started(place, {**os.environ, **variables, "RAY_TMPDIR": folder})
             ends.callback(_stop, node)
             if not number:
                 _await_head(node, port)

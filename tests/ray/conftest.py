@@ -33,7 +33,7 @@ def cluster(folder: Path) -> Iterator[None]:
     os.environ.update({**environment(folder), "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"})
     try:
         # Ray counts CPUs as its user says: these processes mostly wait for each other.
-        ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
+        ray.init(address="local", num_cpus=4, include_dashboard=False, object_store_memory=100 << 20)
         yield
     finally:
         ray.shutdown()

@@ -1,5 +1,7 @@
 """An engine of two ranks, each on a host of its own: `--nnodes 2` with `--pp-size 2`, or with `--tp-size 2`.
 
+With `--attn-dp-size 2` tensor-parallel ranks have requests of their own.
+
 The second host is a network namespace, which only root can make. Elsewhere both nodes are on this host.
 """
 
@@ -8,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,8 @@ from rl_memory_plugins.weights.checksums import tensor_checksum
 from tests.conformance.conftest import greedy
 from tests.conformance.trainers import BreakingSource
 from tests.sglang.conftest import OTHER_SEED, PROMPT, SEED
+from tests.sglang.test_attention_dp import PLUGIN
+from tests.weight_kinds import install_plugin
 
 SHAPE = SHAPES["tiny"]._replace(tied=True)  # the embedding is on the first stage, and once more on the last
 LONG = 300
@@ -35,8 +39,18 @@ LONG = 300
 class Node(Sglang):
     """One node of the engine. The first one has the server."""
 
-    def __init__(self, rank: int, address: str, interface: str, hosts: TwoHosts | None, hidden: Path) -> None:
-        self._flags = ["--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address]
+    def __init__(
+        self,
+        rank: int,
+        address: str,
+        interface: str,
+        hosts: TwoHosts | None,
+        hidden: Path,
+        extra: Sequence[str],
+        sites: Sequence[Path],
+    ) -> None:
+        self._flags = ["--nnodes", "2", "--node-rank", str(rank), "--dist-init-addr", address, *extra]
+        self._sites = sites
         self._interface = interface
         self._own = address.rpartition(":")[0] if hosts is None else hosts.engine
         self._hosts, self._hidden = hosts, hidden
@@ -47,7 +61,9 @@ class Node(Sglang):
 
     def environment(self, launch: Launch) -> dict[str, str]:
         # Tensor-parallel ranks tell each other an address, which SGLang takes from an interface that it chooses.
-        return super().environment(launch) | {"GLOO_SOCKET_IFNAME": self._interface, "SGLANG_HOST_IP": self._own}
+        own = super().environment(launch)
+        path = os.pathsep.join([own["PYTHONPATH"], *map(str, self._sites)])
+        return {**own, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": self._interface, "SGLANG_HOST_IP": self._own}
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +89,9 @@ def hosts() -> Iterator[TwoHosts | None]:
         yield stack.enter_context(TwoHosts()) if namespaces_work() else None
 
 
-@pytest.fixture(scope="module", params=["pp", pytest.param("tp", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["pp", *(pytest.param(one, marks=pytest.mark.long) for one in ("tp", "attention"))]
+)
 def server(
     request: pytest.FixtureRequest,
     hosts: TwoHosts | None,
@@ -84,11 +102,15 @@ def server(
 ) -> Iterator[Server]:
     here = hosts.addresses[0] if hosts else "127.0.0.1"
     reserved, port = reserve_port()
-    first = Node(0, f"{here}:{port}", hosts.interface if hosts else "lo", None, folder)
-    second = Node(1, f"{here}:{port}", "eth0" if hosts else "lo", hosts, folder)
+    extra, sites = [], []
+    if request.param == "attention":
+        extra = ["--attn-dp-size", "2"]
+        sites = [install_plugin(tmp_path_factory.mktemp("plugin"), "sglang.srt.plugins", PLUGIN)]
+    first = Node(0, f"{here}:{port}", hosts.interface if hosts else "lo", None, folder, extra, sites)
+    second = Node(1, f"{here}:{port}", "eth0" if hosts else "lo", hosts, folder, extra, sites)
     allowed = hosts.networks if hosts else ""
     options = {"fault_dir": str(fault_dir), "drain_timeout_s": 60, "update_hosts": allowed, "update_timeout_s": 30}
-    launch = Launch(models[0], **{request.param: 2}, options=options, forked=True)
+    launch = Launch(models[0], **{"pp" if request.param == "pp" else "tp": 2}, options=options, forked=True)
     log = tmp_path_factory.mktemp("server")
     environment = {**os.environ, **second.environment(launch)}
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(REPOSITORY)])

@@ -24,14 +24,10 @@ from tests.vllm.calls import OTHER_SEED, PROMPT, SEED
 from tests.vllm.conftest import greedy
 from tests.vllm.hosts import started
 
-# Two hosts in every run: tests/sglang/test_two_hosts.py, and of the trainer's test_two_hosts.py.
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.skipif(not namespaces_work(), reason="this machine makes no network namespaces"),
-]
+pytestmark = pytest.mark.skipif(not namespaces_work(), reason="this machine makes no network namespaces")
 
 
-@pytest.fixture(scope="module", params=["pp", "tp"])
+@pytest.fixture(scope="module", params=["pp", pytest.param("tp", marks=pytest.mark.long)])
 def server(
     request: pytest.FixtureRequest, hosts: TwoHosts, hidden: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
@@ -55,6 +51,7 @@ def update(server: Server, model: Any, hosts: TwoHosts, hidden: Path, **options:
     return server.control.update_weights(model, **given)
 
 
+@pytest.mark.long
 def test_a_host_without_the_plugin_ends_the_start(hosts: TwoHosts, hidden: Path, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "tiny", SHAPES["tiny"], seed=SEED)
     launch = Launch(folder, pp=2, forked=True, kv_bytes=64 << 20)
@@ -87,6 +84,7 @@ def test_each_rank_finds_the_trainer(
         assert server.control.checksums()["tensors"] == own
 
 
+@pytest.mark.long
 def test_a_handoff(server: Server, hosts: TwoHosts, hidden: Path, models: list[torch.nn.Module]) -> None:
     for model in reversed(models):
         handoff = RolloutHandoff(server.control, model, advertise=hosts.addresses, tls=True, directory=hidden)
@@ -95,6 +93,7 @@ def test_a_handoff(server: Server, hosts: TwoHosts, hidden: Path, models: list[t
         assert server.generate(PROMPT) == greedy(model)
 
 
+@pytest.mark.long
 def test_a_rank_that_finds_no_trainer_changes_no_rank(
     server: Server, hidden: Path, models: list[torch.nn.Module]
 ) -> None:

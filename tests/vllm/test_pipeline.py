@@ -174,7 +174,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.mark.parametrize("mode", ["wait", "keep", "abort"])
+@pytest.mark.parametrize("mode", [pytest.param("wait", marks=pytest.mark.long), "keep", "abort"])
 def test_all_batches_on_their_way_end_before_a_stage_sleeps(
     server: Server, models: list[torch.nn.Module], pool: ThreadPoolExecutor, mode: str
 ) -> None:
