@@ -1,7 +1,5 @@
 """An engine of two ranks, each on a host of its own: `--nnodes 2` with `--pp-size 2`, or with `--tp-size 2`.
 
-With `--attn-dp-size 2` tensor-parallel ranks have requests of their own.
-
 The second host is a network namespace, which only root can make. Elsewhere both nodes are on this host.
 """
 
@@ -11,7 +9,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +27,6 @@ from rl_memory_plugins.weights.checksums import tensor_checksum
 from tests.conformance.conftest import greedy
 from tests.conformance.trainers import BreakingSource
 from tests.sglang.conftest import OTHER_SEED, PROMPT, SEED
-from tests.sglang.test_attention_dp import PLUGIN
-from tests.weight_kinds import install_plugin
 
 SHAPE = SHAPES["tiny"]._replace(tied=True)  # the embedding is on the first stage, and once more on the last
 LONG = 300
@@ -89,29 +85,21 @@ def hosts() -> Iterator[TwoHosts | None]:
         yield stack.enter_context(TwoHosts()) if namespaces_work() else None
 
 
-@pytest.fixture(
-    scope="module", params=["pp", *(pytest.param(one, marks=pytest.mark.long) for one in ("tp", "attention"))]
-)
-def server(
-    request: pytest.FixtureRequest,
-    hosts: TwoHosts | None,
-    models: tuple[Path, list[torch.nn.Module]],
-    fault_dir: Path,
-    folder: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+@contextmanager
+def on_two_hosts(
+    hosts: TwoHosts | None, hidden: Path, launch: Launch, log: Path, *extra: str, sites: Sequence[Path] = ()
 ) -> Iterator[Server]:
+    """An engine of two nodes.
+
+    Args:
+        hidden: A folder that the second host does not see.
+        log: The folder for the logs.
+        extra, sites: Further arguments of both nodes, and folders from which they import.
+    """
     here = hosts.addresses[0] if hosts else "127.0.0.1"
     reserved, port = reserve_port()
-    extra, sites = [], []
-    if request.param == "attention":
-        extra = ["--attn-dp-size", "2"]
-        sites = [install_plugin(tmp_path_factory.mktemp("plugin"), "sglang.srt.plugins", PLUGIN)]
-    first = Node(0, f"{here}:{port}", hosts.interface if hosts else "lo", None, folder, extra, sites)
-    second = Node(1, f"{here}:{port}", "eth0" if hosts else "lo", hosts, folder, extra, sites)
-    allowed = hosts.networks if hosts else ""
-    options = {"fault_dir": str(fault_dir), "drain_timeout_s": 60, "update_hosts": allowed, "update_timeout_s": 30}
-    launch = Launch(models[0], **{"pp" if request.param == "pp" else "tp": 2}, options=options, forked=True)
-    log = tmp_path_factory.mktemp("server")
+    first = Node(0, f"{here}:{port}", hosts.interface if hosts else "lo", None, hidden, extra, sites)
+    second = Node(1, f"{here}:{port}", "eth0" if hosts else "lo", hosts, hidden, extra, sites)
     environment = {**os.environ, **second.environment(launch)}
     environment["PYTHONPATH"] = os.pathsep.join([environment["PYTHONPATH"], str(REPOSITORY)])
     own_port, other_port = reserve_port()
@@ -130,6 +118,22 @@ def server(
         other.wait()
         reserved.close()
         own_port.close()
+
+
+@pytest.fixture(scope="module", params=["pp", pytest.param("tp", marks=pytest.mark.long)])
+def server(
+    request: pytest.FixtureRequest,
+    hosts: TwoHosts | None,
+    models: tuple[Path, list[torch.nn.Module]],
+    fault_dir: Path,
+    folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Server]:
+    allowed = hosts.networks if hosts else ""
+    options = {"fault_dir": str(fault_dir), "drain_timeout_s": 60, "update_hosts": allowed, "update_timeout_s": 30}
+    launch = Launch(models[0], **{request.param: 2}, options=options, forked=True)
+    with on_two_hosts(hosts, folder, launch, tmp_path_factory.mktemp("server")) as running:
+        yield running
 
 
 @pytest.fixture
