@@ -8,11 +8,11 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
 from integration.engines.ports import reserve_port
+from integration.waiting import wait_until
 
 _START_S = 90.0
 _LOCAL = "127.0.0.1"
@@ -28,7 +28,7 @@ def ray_nodes(count: int, variables: Mapping[str, str]) -> Iterator[str]:
     Yields: Its address, for `RAY_ADDRESS`.
 
     Raises:
-        RuntimeError: a node does not start.
+        RuntimeError, TimeoutError: the first node does not start.
     """
     with ExitStack() as ends:
         reservation, port = reserve_port()
@@ -54,14 +54,15 @@ def _started(place: list[str], environment: dict[str, str]) -> subprocess.Popen[
 
 
 def _await_head(node: subprocess.Popen[bytes], port: int) -> None:
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and node.poll() is None:
-        with socket.socket() as probe:
-            probe.settimeout(1)
-            if probe.connect_ex((_LOCAL, port)) == 0:
-                return
-        time.sleep(0.2)
-    raise RuntimeError("the first node of Ray does not start")
+    wait_until(lambda: node.poll() is not None or _listens(port), "the first node of Ray starts", _START_S)
+    if node.poll() is not None:
+        raise RuntimeError("the first node of Ray has ended")
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        return probe.connect_ex((_LOCAL, port)) == 0
 
 
 def _stop(node: subprocess.Popen[bytes]) -> None:

@@ -84,12 +84,13 @@ class Vllm(EngineKind):
         if launch.device == "cuda":
             # FlashInfer compiles its kernels at first use, which takes minutes and CUDA's headers.
             return {**variables, "VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
+        # Else vLLM would bind the workers of two engines, or of two nodes, to the same core.
+        unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
         if launch.ray:
             of_ray = {"RAY_ADDRESS": launch.ray, "RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(RAY)}
-            return {**variables, **of_ray, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
-        if launch.forked:  # vLLM would bind the workers of two engines to the same core
+            return {**variables, **unbound, **of_ray}
+        if launch.forked:
             aids = os.pathsep.join(map(str, [FORKING, *([PIPELINE] if launch.pp > 1 else [])]))
-            unbound = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
             return {**variables, **unbound, "PYTHONPATH": aids, "TORCH_COMPILE_DISABLE": "1"}
         cores = range(os.cpu_count() or 1)
         bind = "|".join(str(cores[rank % len(cores)]) for rank in range(launch.ranks)) if launch.ranks > 1 else "auto"

@@ -52,13 +52,13 @@ class GpuCopies:
         Raises:
             WeightUpdateError: the tensor has no memory; or see `flush`.
         """
+        if not nbytes:
+            return True
         address = tensor.data_ptr()
-        if address < LOWEST and nbytes:
+        if address < LOWEST:
             if hasattr(tensor, "__tensor_flatten__"):
                 return False
             require_memory(tensor)
-        if not nbytes:
-            return True
         stream = self._streams.current(self._gpu.index)
         # To compare two streams takes as long as the rest, and mostly it is the same object.
         if stream is not self._stream and (self._stream is None or stream != self._stream):

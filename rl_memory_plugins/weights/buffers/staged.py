@@ -58,9 +58,8 @@ class _CudaSlots:
         self._bounce: _BounceBuffers | None = None
         self._streams = Streams()
         self._has_read_host = False  # since the last `publish`
-        self._copies: dict[
-            torch.device, GpuCopies | None
-        ] = {}  # by the tensors' GPU; `None`: it does not reach this one
+        # By the GPU of the tensors; `None`: it does not reach this one.
+        self._copies: dict[torch.device, GpuCopies | None] = {}
         self.nbytes = max(slot_bytes, _PAGE_BYTES) * slots
         self._addresses: list[int] = []
         self._slots: list[torch.Tensor] = []
