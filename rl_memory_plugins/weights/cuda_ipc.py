@@ -15,7 +15,7 @@ import select
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -136,20 +136,27 @@ class CudaGpu:
         """Begin many copies of memory of this GPU, on a stream of this GPU that is not the default one.
 
         The link is busy from the first to the last. Copies of 3 MiB by a call for each leave it idle for a quarter of
-        the time, and those of 1 MiB for half of it (two H200s). A driver before CUDA 12.8 gets a call for each.
+        the time, and those of 1 MiB for half of it (two H200s). Where the driver is older than CUDA 12.8, or refuses
+        the copies together, each is a call.
 
         Args:
             targets, sources, sizes: Addresses and bytes of each copy, of at least one byte.
         """
         names = ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync")  # of CUDA 13 and 12.8
         name = next((one for one in names if hasattr(self._api, one)), None)
-        if name is None:
-            for target, source, nbytes in zip(targets, sources, sizes, strict=True):
-                self.copy(target, source, nbytes, stream)
-            return
+        if name is not None:
+            with suppress(UnsupportedError):  # perhaps it refuses this memory, and not one at a time
+                self._copy_together(name, targets, sources, sizes, stream)
+                return
+        for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+            self.copy(target, source, nbytes, stream)
+
+    def _copy_together(
+        self, name: str, targets: Sequence[int], sources: Sequence[int], sizes: Sequence[int], stream: int
+    ) -> None:
         count = len(targets)
         # The older one has one more argument: where it tells which copy has failed.
-        failed = () if name == names[0] else (ctypes.byref(ctypes.c_size_t()),)
+        failed = (ctypes.byref(ctypes.c_size_t()),) if name == "cuMemcpyBatchAsync" else ()
         self._call_in_context(
             name,
             (ctypes.c_uint64 * count)(*targets),

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,30 @@ def test_small_tensors_of_every_dtype_are_packed_and_written(name):
     Batch([(destination, source) for destination in written], group=True).run()
     for destination in written:
         assert torch.equal(destination.view(torch.uint8), given)
+
+
+@pytest.mark.parametrize("gap", [0, 512])
+@pytest.mark.parametrize("pausable", [False, True])
+def test_the_driver_copies_many_tensors_of_a_trainers_memory_at_once(monkeypatch, pausable, gap):
+    """Pausable memory consists of many mappings. Without gaps in the slot neighbours are one copy."""
+    if gap:
+        monkeypatch.delattr(CudaGpu, "copy")  # of one at a time
+    with CudaVmmAllocator(0).region(Tag.WEIGHTS) if pausable else nullcontext():
+        tensors = [torch.empty(512 << number % 14, dtype=torch.uint8, device="cuda") for number in range(64)]
+    staging = CudaStaging(gpu_name(0), 64 * MiB, 1, stable=True)
+    try:
+        offset, given = 0, {}
+        for number, tensor in enumerate(tensors):
+            tensor.random_(0, 256)
+            given[offset] = tensor
+            staging.put(0, BucketEntry(number, offset, tensor.nbytes), spec_of(str(number), tensor), tensor)
+            offset += tensor.nbytes + gap
+        staging.publish()
+        torch.cuda.synchronize()
+        for offset, tensor in given.items():
+            assert torch.equal(staging._slots[0][offset : offset + tensor.nbytes], tensor)
+    finally:
+        staging.close()
 
 
 def test_small_tensors_that_are_cast_are_cast_each_to_its_own_dtype():

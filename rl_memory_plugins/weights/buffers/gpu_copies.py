@@ -118,9 +118,5 @@ class GpuCopies:
         own = self._own = self._own or torch.cuda.Stream(self._gpu.index, priority=-1)
         self._streams.note(own)
         own.wait_stream(self._stream)
-        try:
-            self._gpu.copy_many(targets, sources, sizes, own.cuda_stream)
-        except UnsupportedError:  # perhaps this memory, and not one at a time
-            for target, source, nbytes in zip(targets, sources, sizes, strict=True):
-                self._gpu.copy(target, source, nbytes, own.cuda_stream)
+        self._gpu.copy_many(targets, sources, sizes, own.cuda_stream)
         self._stream.wait_stream(own)

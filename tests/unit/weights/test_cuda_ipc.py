@@ -2,6 +2,7 @@
 
 import ctypes
 import socket
+from contextlib import nullcontext
 
 import pytest
 
@@ -157,3 +158,14 @@ def test_many_copies_are_one_call_where_the_driver_has_it(release):
         assert calls == [] and each == [[0x1000, 0x2000, 512, 7], [0x3000, 0x4000, 256, 7]]
     else:
         assert calls == [([0x1000, 0x3000], [0x2000, 0x4000], [512, 256], 2, 7)] and each == []
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_copies_that_the_driver_refuses_together_are_made_one_by_one(whole):
+    driver, each = Driver(), []
+    driver.cuMemcpyBatchAsync_v2 = lambda *arguments: 1
+    driver.cuMemcpyAsync = lambda *arguments: each.append([one.value for one in arguments]) or (0 if whole else 1)
+    gpu = gpu_of(driver)
+    with nullcontext() if whole else pytest.raises(UnsupportedError, match="cuMemcpyAsync failed"):
+        gpu.copy_many([0x1000, 0x3000], [0x2000, 0x4000], [512, 256], 7)
+    assert each == [[0x1000, 0x2000, 512, 7], [0x3000, 0x4000, 256, 7]][: 2 if whole else 1]
