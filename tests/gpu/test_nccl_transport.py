@@ -175,12 +175,13 @@ def test_an_engine_that_ends_in_the_middle_is_named_in_time(how, whole):
 
 def test_a_source_that_fails_in_the_middle_leaves_failed_weights_and_the_next_update_is_right(engine, made):
     tensors = randomised(seed=6)
+    source = ModelSource(tensors)
 
     class Failing:
-        specs = ModelSource(tensors).specs
+        specs = source.specs
 
         def tensors(self):
-            for number, item in enumerate(ModelSource(tensors).tensors()):
+            for number, item in enumerate(source.tensors()):
                 if number == 20:
                     raise RuntimeError("the gather failed")
                 yield item
@@ -210,7 +211,7 @@ def test_a_trainer_that_is_killed_in_the_middle_leaves_an_engine_that_the_next_o
             print(sender.endpoints[{engine.device!r}], sender.token, flush=True)
             sender.send(OneByOne(randomised(seed=7), end))
     """
-    path = os.pathsep.join([str(Path(__file__).parent), str(ROOT)])
+    path = os.pathsep.join([str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH", "")])
     start = time.monotonic()
     with other_process(code, PYTHONPATH=path) as trainer:
         place, token = trainer.first_line.split()
