@@ -408,7 +408,8 @@ def measure(engine: Any, startup: float, idle_mib: list[float], arguments: argpa
     if arguments.tp > 1:
         common["tensor_parallel"] = arguments.tp
     bench = Bench(engine, idle_mib, Records(arguments.out, common), arguments.levels)
-    bench.add("startup_s", startup)
+    if arguments.warm_start:  # else it is mostly compilation
+        bench.add("startup_s", startup)
     bench.run(*cycles_of(arguments))
 
 

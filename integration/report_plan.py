@@ -91,7 +91,9 @@ def _asleep(results: Path, planned: Planned) -> Iterator[Compared]:
     fitted_in = ("sleep-vllm-0.32.0-7b-third-host", "sleep-sglang-0.5.20-7b-third-host")
     for path, found in _records(results, "sleep-*.json"):
         metrics = found["plugin"]
-        about = next(iter(metrics.values()))
+        if "host_held_mib" not in metrics:  # measured at level 2 only
+            continue
+        about = metrics["host_held_mib"]
         fraction = float(about["command"].split("--memory ")[1].split()[0])
         common = {"gpu": _gpu(about), "engine": about["engine"], "fraction": fraction, "max_running": 64, "level": 1}
         made = planned(SHAPES[about["model"]], trainer="none", **common)

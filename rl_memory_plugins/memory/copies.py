@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.ranges import subtract
+
+#: Page-locked host memory may consist of pieces (`PinnedArena`). Each but the last ends at a multiple of so many bytes.
+#: The driver refuses a copy that reaches over two of them.
+PIECE_BYTES = 128 << 20
+
+
+def end_of_piece(address: int) -> int:
+    return (address // PIECE_BYTES + 1) * PIECE_BYTES
+
+
+def by_pieces(pairs: Sequence[tuple[Block, int]]) -> Iterator[tuple[Block, int]]:
+    """The blocks, cut where the host memory of their copies consists of pieces, each with the address of its copy."""
+    for block, address in pairs:
+        done = 0
+        while done < block.nbytes:
+            nbytes = min(end_of_piece(address + done) - address - done, block.nbytes - done)
+            yield Block(block.address + done, nbytes), address + done
+            done += nbytes
 
 
 def copies_of(blocks: Sequence[Block], address: int) -> list[tuple[Block, int]]:

@@ -12,6 +12,7 @@ import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.copies import by_pieces
 from rl_memory_plugins.memory.fingerprint import combine, fingerprint, memory_view
 from rl_memory_plugins.memory.segments import DEFAULT_POOL, Segments, cached_bytes
 
@@ -59,11 +60,13 @@ class CudaDevice:
 
     def begin_copy_to_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         with self._ordered_stream(self._stream):
-            return self._begin((memory_view(address, block.nbytes), self.view(block)) for block, address in pairs)
+            cut = by_pieces(pairs)
+            return self._begin((memory_view(address, block.nbytes), self.view(block)) for block, address in cut)
 
     def begin_copy_from_host(self, pairs: Sequence[tuple[Block, int]]) -> Callable[[], None]:
         with self._ordered_stream(self._stream):
-            return self._begin((self.view(block), memory_view(address, block.nbytes)) for block, address in pairs)
+            cut = by_pieces(pairs)
+            return self._begin((self.view(block), memory_view(address, block.nbytes)) for block, address in cut)
 
     def _begin(self, copies: Iterable[tuple[Any, Any]]) -> Callable[[], None]:
         """Start to copy to the first tensor of each pair from the second. Returns a function that waits."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, address_of
+from rl_memory_plugins.memory.copies import end_of_piece
 from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc, whole_pages
 from rl_memory_plugins.memory.preparation import AllocationCancelled, Asked, Make, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.shared_buffers import File, Map
@@ -27,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 HUGE_PAGE = 2 << 20
 TURN_S = 60.0  # the longest wait of a rank for another rank that allocates host memory
-#: While nobody waits for the memory: the bytes of a step, the share of the threads, and their niceness. An engine has
-#: several busy threads of its own; while 16 threads touched pages, its requests took a third longer.
-BACKGROUND_STEP_BYTES, BACKGROUND_SHARE, BACKGROUND_NICE = 128 << 20, 8, 5
+#: While nobody waits for the memory: the share of the threads, and their niceness. An engine has several busy threads
+#: of its own; while 16 threads touched pages, its requests took a third longer.
+BACKGROUND_SHARE, BACKGROUND_NICE = 8, 5
 SMALL_BYTES = 32 << 20  # takes milliseconds to allocate, so a smaller buffer waits for no other rank
 SPARE_SHARE = 4  # with `auto`, an allocation in advance leaves a quarter of the host's memory free
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
@@ -41,13 +42,16 @@ _MBIND = {"x86_64": 237, "aarch64": 235}
 class PinnedArena(PagedArena):
     """An arena of page-locked huge pages on the NUMA node of the GPU. Several threads touch the pages.
 
-    A buffer is one mapping and one registration. If page-locking fails, e.g. because of a container's limits, backups
-    work at the speed of pageable memory, and `notes` reports the failure.
+    A buffer is one mapping. If page-locking fails, e.g. because of a container's limits, backups work at the speed of
+    pageable memory, and `notes` reports the failure.
 
     Args:
         index: torch's ordinal of the GPU that copies to and from the arena.
         max_bytes, margin_bytes, mode: See `PagedArena`.
         threads: The number of threads that touch pages; by default one for each core, at most 16.
+        serves: Whether the process answers requests meanwhile. Then the pages of what is prepared are locked in
+            pieces, one in a step: other calls of the driver wait while it locks pages, 0.4 s for 15 GB. Only
+            `CudaDevice` may copy from and to the memory.
     """
 
     def __init__(
@@ -57,12 +61,15 @@ class PinnedArena(PagedArena):
         margin_bytes: int = 0,
         mode: PrepareMode = "auto",
         threads: int | None = None,
+        *,
+        serves: bool = False,
     ) -> None:
         super().__init__(max_bytes, margin_bytes, mode)
         self._threads = threads or min(len(os.sched_getaffinity(0)), 16)
         self._index = index
         self._node = numa_node(index)
-        self._registered: set[int] = set()
+        self._serves = serves
+        self._registered: dict[int, list[int]] = {}  # by address of a mapping those of its pieces
         self._preparations: list[Preparation] = []
         self._kept: list[mmap.mmap] = []  # page-locked mappings, which the GPU may still read
 
@@ -170,39 +177,51 @@ class PinnedArena(PagedArena):
         libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # copy-on-write after a fork would move our pages
         prefer_node(address, nbytes, self._node)
         back = touch if file is None else populate
-        start = 0
+        start, locked = 0, 0
         while start < nbytes:
             with step(nbytes - start) as in_background:
                 if in_background:
-                    made = min(BACKGROUND_STEP_BYTES, nbytes - start)
+                    made = min(end_of_piece(address + start) - address - start, nbytes - start)
                     back(address + start, made, max(self._threads // BACKGROUND_SHARE, 1), BACKGROUND_NICE)
                 else:
                     made = min(STEP_BYTES, nbytes - start)
                     back(address + start, made, self._threads)
-            start += made
-        with step(0):
-            (code,) = in_parallel([partial(self._lock_pages, address, nbytes)], _PAGES, to_the_end=True)
+                start += made
+                if in_background and self._serves:
+                    self._lock_part(address, locked, start)
+                    locked = start
+        if locked < nbytes:
+            with step(0):
+                self._lock_part(address, locked, nbytes)
+
+    def _lock_part(self, mapping: int, start: int, end: int) -> None:
+        """Lock the pages of a part of a mapping. What is refused stays pageable."""
+        (code,) = in_parallel([partial(self._lock_pages, mapping, start, end)], _PAGES, to_the_end=True)
         if code != 0:
             note = f"host memory could not be page-locked (CUDA error {code}): copies take longer"
-            logger.warning(note)
             if note not in self.notes:
+                logger.warning(note)
                 self.notes.append(note)
 
     # An error stays the last CUDA error of the thread, and torch would raise it at its next kernel launch. So these
     # functions run in a thread of their own. The thread notes what the driver has done: no interrupt of the caller
     # comes between the two there.
 
-    def _lock_pages(self, address: int, nbytes: int) -> int:
-        code = self._register(address, nbytes)
+    def _lock_pages(self, mapping: int, start: int, end: int) -> int:
+        code = self._register(mapping + start, end - start)
         if code == 0:
-            self._registered.add(address)
+            self._registered.setdefault(mapping, []).append(mapping + start)
         return code
 
-    def _unlock_pages(self, address: int) -> int:
-        code = self._unregister(address)
-        if code == 0:
-            self._registered.remove(address)
-        return code
+    def _unlock_pages(self, mapping: int) -> int:
+        pieces = self._registered[mapping]
+        while pieces:
+            code = self._unregister(pieces[-1])
+            if code != 0:
+                return code
+            pieces.pop()
+        del self._registered[mapping]
+        return 0
 
     def _register(self, address: int, nbytes: int) -> int:
         with torch.cuda.device(self._index):  # a new thread would create a context on GPU 0

@@ -31,10 +31,15 @@ class MemoryOptions(Protocol):
     def fault_dir(self) -> str | None: ...
 
 
-def choose_allocator(config: MemoryOptions, device: Any, rank: int) -> tuple[Allocator, PagedArena]:
+def choose_allocator(
+    config: MemoryOptions, device: Any, rank: int, *, serves: bool = False
+) -> tuple[Allocator, PagedArena]:
     """Make the allocator that `config.allocator` names for `device` (a `torch.device`), and its arena.
 
     `auto` means `vmm` on CUDA, `tms` on ROCm and `host` on CPUs.
+
+    Args:
+        serves: Whether the process answers requests; see `PinnedArena`.
 
     Raises:
         UnsupportedError: the allocator does not work on this device, or with this installation.
@@ -55,7 +60,7 @@ def choose_allocator(config: MemoryOptions, device: Any, rank: int) -> tuple[All
         from rl_memory_plugins.memory.pinned import PinnedArena
 
         index = int(torch.cuda.current_device() if device.index is None else device.index)
-        allocator, arena = _gpu_allocator(kind, index, config), PinnedArena(index, *arena_options)
+        allocator, arena = _gpu_allocator(kind, index, config), PinnedArena(index, *arena_options, serves=serves)
     if config.fault_dir is not None:
         allocator = FaultyAllocator(allocator, Path(config.fault_dir), rank)
     return allocator, arena

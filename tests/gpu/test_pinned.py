@@ -11,6 +11,7 @@ import torch
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import HostMemoryError
 from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.copies import PIECE_BYTES
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
 from rl_memory_plugins.memory.fingerprint import memory_view
@@ -23,14 +24,19 @@ MiB = 1 << 20
 
 @pytest.fixture
 def arena():
-    arena = PinnedArena(0)
+    arena = PinnedArena(0, serves=True)  # as in an engine
     yield arena
     arena.close()
 
 
-def test_buffers_are_page_locked_and_carry_copies(arena):
+@pytest.mark.parametrize("prepared", [True, False])
+def test_buffers_are_page_locked_and_carry_copies(arena, prepared):
     source = torch.randint(0, 256, (600 * MiB,), dtype=torch.uint8, device="cuda")  # made in several steps
+    if prepared:
+        arena.prepare([source.numel()]).join()
     address = arena.acquire(source.numel())
+    pieces = len(arena._registered[address])
+    assert pieces > 600 * MiB // PIECE_BYTES if prepared else pieces == 1
     assert all(memory_view(address + start, MiB).is_pinned() for start in range(0, source.numel(), 100 * MiB))
     assert arena.notes == []
     device, block = CudaDevice(0), Block(source.data_ptr(), source.numel())
@@ -89,7 +95,7 @@ def anonymous_bytes() -> int:
 @pytest.fixture
 def engine():
     """A manager with 8 GiB of weights, some of which no update writes, and its tensors."""
-    vmm, arena = CudaVmmAllocator(0), PinnedArena(0)
+    vmm, arena = CudaVmmAllocator(0), PinnedArena(0, serves=True)
     with vmm.region(Tag.WEIGHTS):
         weights = torch.full((8 << 30,), 1, dtype=torch.uint8, device="cuda:0")
         scales = torch.full((8 * MiB,), 2, dtype=torch.uint8, device="cuda:0")

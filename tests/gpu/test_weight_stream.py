@@ -212,6 +212,12 @@ def test_work_that_is_in_flight_is_finished_first(engine):
 
 
 def test_auto_keeps_allocations_open_until_they_are_released(engine):
+    tensors = randomised(seed=5)
+    updated(engine, tensors)
+    assert_arrived(engine, tensors)  # both processes have loaded their kernels by now
+    del tensors
+    release_mapped()
+    torch.cuda.empty_cache()
     before = free_bytes()
     tensors = randomised(seed=5)
     for step in range(3):

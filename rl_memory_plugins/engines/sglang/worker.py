@@ -67,7 +67,7 @@ class Memory:
         import torch
 
         device, rank = self._place()
-        return choose_allocator(self.config, torch.device(device), rank)
+        return choose_allocator(self.config, torch.device(device), rank, serves=True)
 
     @property
     def allocator(self) -> Allocator:

@@ -196,7 +196,7 @@ class VllmWorker:
             # Each data-parallel engine counts its own workers from 0.
             own = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
             number = parallel.data_parallel_index * own + self._worker.rank
-            memory = choose_allocator(self._config, self._worker.device, number)
+            memory = choose_allocator(self._config, self._worker.device, number, serves=True)
             self._manager = build_manager(self._config, self._worker.rank, memory, self._discardable)
         return self._manager
 

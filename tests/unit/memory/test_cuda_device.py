@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
+from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.copies import PIECE_BYTES
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.manager import TRIM_THRESHOLD_BYTES
 
@@ -87,3 +89,44 @@ def test_without_a_bound_the_cache_is_always_emptied(cache):
         cache.free = 1
         device.trim()
     assert (cache.emptied, cache.free, cache.snapshots) == (2, 0, 0)
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_no_copy_reaches_over_two_pieces_of_page_locked_memory(cache, monkeypatch, to_host):
+    """The driver would refuse it."""
+
+    class Bytes(NamedTuple):
+        address: int
+        nbytes: int
+        device: str = "cpu"
+
+        def copy_(self, source, *, non_blocking):
+            assert non_blocking and {self.device, source.device} == {"cpu", "cuda:0"}
+            assert (self.device == "cpu") is to_host and self.nbytes == source.nbytes
+            host, gpu = (self, source) if to_host else (source, self)
+            copied.append((host.address, gpu.address, host.nbytes))
+
+    class Stream:
+        def record_event(self):
+            return self
+
+        def synchronize(self):
+            waited.append(list(copied))
+
+    copied: list[tuple[int, int, int]] = []
+    waited: list[Any] = []
+    monkeypatch.setattr("rl_memory_plugins.memory.cuda_device.memory_view", Bytes)
+    device = CudaDevice(0)
+    monkeypatch.setattr(device, "_stream", Stream())
+    monkeypatch.setattr(device, "_ordered_stream", lambda stream: contextlib.nullcontext())
+    end = 5 * PIECE_BYTES
+    pairs = [(Block(1 << 40, 100), end - 100), (Block(1 << 41, PIECE_BYTES + 30), end - 10), (Block(1 << 42, 0), end)]
+    (device.begin_copy_to_host if to_host else device.begin_copy_from_host)(pairs)()
+    second = 1 << 41
+    assert copied == [
+        (end - 100, 1 << 40, 100),
+        (end - 10, second, 10),
+        (end, second + 10, PIECE_BYTES),
+        (end + PIECE_BYTES, second + 10 + PIECE_BYTES, 20),
+    ]
+    assert waited == [copied]

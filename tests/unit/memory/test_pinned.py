@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from helpers import interrupts, refuse_threads
 
-from rl_memory_plugins.memory import pinned
+from rl_memory_plugins.memory import copies, pinned, preparation
+from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.backup import address_of
 
 MiB = 1 << 20
@@ -174,3 +175,91 @@ def test_no_thread_outlives_an_interruption(mapping, monkeypatch):
     assert ended[-1] == address_of(mapping)
     time.sleep(0.5)
     assert len(ended) == left
+
+
+class Driver:
+    """Locks pages, of at most so many bytes."""
+
+    def __init__(self, monkeypatch, arena, *, allowed=1 << 30):
+        self.locked: dict[int, int] = {}  # bytes by address
+        self._allowed = allowed
+        monkeypatch.setattr(arena, "_register", self._lock)
+        monkeypatch.setattr(arena, "_unregister", self._unlock)
+
+    def _lock(self, address, nbytes):
+        if sum(self.locked.values()) + nbytes > self._allowed:
+            return 2
+        self.locked[address] = nbytes
+        return 0
+
+    def _unlock(self, address):
+        del self.locked[address]
+        return 0
+
+
+@pytest.fixture
+def serving(arena, monkeypatch):
+    """An arena of a process that answers requests, in pieces of 4 MiB."""
+    monkeypatch.setattr(copies, "PIECE_BYTES", 4 * MiB)
+    monkeypatch.setattr(preparation, "PAUSE_S", 0.001)
+    monkeypatch.setattr(arena, "_serves", True)
+    return arena
+
+
+def test_what_is_prepared_beside_requests_is_locked_in_pieces(serving, monkeypatch):
+    driver = Driver(monkeypatch, serving)
+    serving.prepare([18 * MiB]).join()
+    address = serving.acquire(18 * MiB)
+    ends = [start + nbytes for start, nbytes in sorted(driver.locked.items())]
+    assert len(ends) in (5, 6) and min(driver.locked) == address and ends[-1] == address + 18 * MiB
+    assert sorted(driver.locked)[1:] == ends[:-1] and all(end % (4 * MiB) == 0 for end in ends[:-1])
+    reached = Block(1 << 40, 18 * MiB)
+    for block, start in copies.by_pieces([(reached, address)]):
+        assert any(piece <= start and start + block.nbytes <= piece + size for piece, size in driver.locked.items())
+    serving.release(address)
+    serving.close()
+    assert driver.locked == {}
+
+
+def test_what_is_needed_at_once_is_locked_at_once(serving, monkeypatch):
+    driver = Driver(monkeypatch, serving)
+    address = serving.acquire(18 * MiB)
+    assert driver.locked == {address: 18 * MiB}
+
+
+def test_a_caller_who_waits_has_the_rest_locked_at_once(serving, monkeypatch):
+    driver, begun = Driver(monkeypatch, serving), threading.Event()
+    lock = serving._register
+    monkeypatch.setattr(serving, "_register", lambda *piece: (begun.set(), lock(*piece))[1])
+    pauses = iter([0.0, 0.0])
+    monkeypatch.setattr(
+        preparation.Preparation,
+        "_pause",
+        lambda self: self._awaited.wait(next(pauses, 60.0)),  # after two steps somebody must wait
+    )
+    preparing = serving.prepare([40 * MiB])
+    assert begun.wait(60)
+    address = serving.acquire(40 * MiB)
+    preparing.join()
+    assert len(driver.locked) == 3 and sum(driver.locked.values()) == 40 * MiB
+    assert max(driver.locked) + driver.locked[max(driver.locked)] == address + 40 * MiB
+
+
+def test_pieces_that_are_refused_stay_pageable_and_are_noted_once(serving, monkeypatch):
+    driver = Driver(monkeypatch, serving, allowed=9 * MiB)
+    serving.prepare([18 * MiB]).join()
+    assert len(serving.notes) == 1 and "could not be page-locked" in serving.notes[0]
+    assert 0 < sum(driver.locked.values()) <= 9 * MiB
+    serving.close()
+    assert driver.locked == {} and serving.held_bytes == 0
+
+
+def test_a_piece_that_stays_locked_keeps_the_mapping(serving, monkeypatch):
+    driver = Driver(monkeypatch, serving)
+    serving.prepare([18 * MiB]).join()
+    stays = sorted(driver.locked)[1]
+    unlock = serving._unregister
+    monkeypatch.setattr(serving, "_unregister", lambda address: 700 if address == stays else unlock(address))
+    serving.close()
+    assert ctypes.c_char.from_address(stays).value == b"\0"  # a fault if it were gone
+    assert serving.held_bytes == 0 and len(serving._kept) == 1
