@@ -228,17 +228,16 @@ def test_what_is_needed_at_once_is_locked_at_once(serving, monkeypatch):
 
 
 def test_a_caller_who_waits_has_the_rest_locked_at_once(serving, monkeypatch):
-    driver, begun = Driver(monkeypatch, serving), threading.Event()
-    lock = serving._register
-    monkeypatch.setattr(serving, "_register", lambda *piece: (begun.set(), lock(*piece))[1])
-    pauses = iter([0.0, 0.0])
-    monkeypatch.setattr(
-        preparation.Preparation,
-        "_pause",
-        lambda self: self._awaited.wait(next(pauses, 60.0)),  # after two steps somebody must wait
-    )
+    driver, two_made = Driver(monkeypatch, serving), threading.Event()
+
+    def pause(self):
+        if len(driver.locked) == 2:
+            two_made.set()
+            assert self._awaited.wait(60)
+
+    monkeypatch.setattr(preparation.Preparation, "_pause", pause)
     preparing = serving.prepare([40 * MiB])
-    assert begun.wait(60)
+    assert two_made.wait(60)
     address = serving.acquire(40 * MiB)
     preparing.join()
     assert len(driver.locked) == 3 and sum(driver.locked.values()) == 40 * MiB
