@@ -14,7 +14,7 @@ from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
 from rl_memory_plugins.memory.allocator import Block, Device
 from rl_memory_plugins.memory.copies import bytes_of_pairs, copies_of, pairs_outside
 from rl_memory_plugins.memory.host_memory import free_host_bytes, libc, refusal_of, whole_pages
-from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, Demand, Preparation, PrepareMode, always
+from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, Asked, Demand, Preparation, PrepareMode, always
 from rl_memory_plugins.memory.ranges import subtract
 from rl_memory_plugins.memory.shared_buffers import File, Map, SharedBuffers
 from rl_memory_plugins.memory.threads import await_end
@@ -63,11 +63,13 @@ class PagedArena:
     def _held(self) -> int:
         return self._pending_bytes + sum(len(mapping) for mapping in self._mappings.values())
 
-    def acquire(self, nbytes: int, go_on: Callable[[], bool] = always) -> int:
+    def acquire(self, nbytes: int, go_on: Asked = always, awaited: Asked = always) -> int:
         """Allocate `nbytes` of host memory, and return the address.
 
         Args:
             go_on: Called during the allocation; `False` cancels it.
+            awaited: Says whether a sleep or a wake waits for the memory. Until then the processors and the driver are
+                for others.
 
         Raises:
             HostMemoryError: the bound of the arena or the free host memory does not suffice; nothing was changed.
@@ -81,7 +83,7 @@ class PagedArena:
         self._free_idle(lambda mapping: len(mapping) < nbytes)
         while True:
             try:
-                return self._allocate_now(nbytes, go_on)
+                return self._allocate_now(nbytes, go_on, awaited=awaited)
             except HostMemoryError:
                 if not self._end_background_work():
                     address = self._take_idle(nbytes, sys.maxsize)
@@ -89,15 +91,18 @@ class PagedArena:
                         raise
                     return address
 
-    def map_file(self, file: File, nbytes: int, go_on: Callable[[], bool] = always) -> int:
+    def map_file(self, file: File, nbytes: int, go_on: Asked = always, awaited: Asked = always) -> int:
         """Map the first `nbytes` of a file, ready for copies, and return the address. `unmap_file` ends the mapping.
+
+        Args:
+            go_on, awaited: As for `acquire`.
 
         Raises:
             HostMemoryError, AllocationCancelled: as for `acquire`. An existing file needs no new memory.
         """
         while True:
             try:
-                return self._allocate_now(nbytes, go_on, file)
+                return self._allocate_now(nbytes, go_on, file, awaited)
             except HostMemoryError:
                 if not (self._end_background_work() or self._idle):
                     raise
@@ -119,7 +124,7 @@ class PagedArena:
                 self._idle.remove(address)
             return address
 
-    def _allocate_now(self, nbytes: int, go_on: Callable[[], bool], file: File | None = None) -> int:
+    def _allocate_now(self, nbytes: int, go_on: Asked, file: File | None = None, awaited: Asked = always) -> int:
         """Allocate a buffer that the caller waits for."""
         return self._allocate(nbytes, lambda rest: nullcontext(False), file)
 
@@ -283,7 +288,8 @@ class Backup:
     Args:
         identified: The part of the blocks that is fingerprinted. An engine may change the rest with every request;
             `begin_save` copies the rest again before a clean backup is used.
-        go_on: Called while host memory is allocated; `False` cancels the backup.
+        go_on, awaited: Called while host memory is allocated, see `PagedArena.acquire`; `False` of `go_on` cancels the
+            backup.
 
     Raises:
         HostMemoryError: too little host memory; see `PagedArena.acquire`.
@@ -297,7 +303,8 @@ class Backup:
         arena: PagedArena,
         blocks: Sequence[Block],
         identified: Sequence[Block] = (),
-        go_on: Callable[[], bool] = always,
+        go_on: Asked = always,
+        awaited: Asked = always,
     ) -> None:
         self.identified = list(identified)
         self._arena = arena
@@ -307,7 +314,7 @@ class Backup:
         self._fingerprint: int | None = None
         self._left_out: list[Block] = []
         self._wait: Callable[[], None] | None = None  # waits for the running copy
-        self._address = arena.acquire(self.nbytes, go_on) if self.nbytes else 0
+        self._address = arena.acquire(self.nbytes, go_on, awaited) if self.nbytes else 0
         self._copies = copies_of(self.blocks, self._address)
 
     def begin_save(
@@ -345,7 +352,7 @@ class Backup:
                 raise
             self._wait = None
 
-    def save_in_steps(self, device: Device, epoch: int, go_on: Callable[[], bool]) -> bool:
+    def save_in_steps(self, device: Device, epoch: int, go_on: Asked) -> bool:
         """Copy the blocks to the host while other code may write to them.
 
         Args:

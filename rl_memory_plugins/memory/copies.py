@@ -9,8 +9,8 @@ from itertools import accumulate
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.ranges import subtract
 
-#: Page-locked host memory may consist of pieces (`PinnedArena`). Each but the last ends at a multiple of so many bytes.
-#: The driver refuses a copy that reaches over two of them.
+#: Page-locked host memory may consist of pieces (`PinnedArena`). Every piece except the last ends at a multiple of
+#: this number. The driver refuses a copy that reaches over two pieces.
 PIECE_BYTES = 128 << 20
 
 

@@ -49,6 +49,7 @@ class EagerBackup(threading.Thread):
         self._identified = identified
         self._epoch = epoch
         self._cancelled = threading.Event()
+        self._awaited = threading.Event()
         self._backup: Backup | None = None
         if former is not None:
             former.cancel()
@@ -60,6 +61,7 @@ class EagerBackup(threading.Thread):
 
     def finish(self) -> Backup | None:
         """Wait for the thread, and return the backup; None if the copy was cancelled or failed."""
+        self._awaited.set()
         await_end(self)
         backup, self._backup = self._backup, None
         return backup
@@ -87,10 +89,12 @@ class EagerBackup(threading.Thread):
             device = self._allocator.device
             if self._arena.shared is not None:
                 parameters = sources(self._allocator, Tag.WEIGHTS, self._identified)
-                self._backup = share(self._arena, device, blocks, parameters, self._epoch, self._go_on)
+                self._backup = share(
+                    self._arena, device, blocks, parameters, self._epoch, self._go_on, self._awaited.is_set
+                )
                 if self._backup is not None:
                     return
-            backup = Backup(self._arena, blocks, intersect(blocks, self._identified), self._go_on)
+            backup = Backup(self._arena, blocks, intersect(blocks, self._identified), self._go_on, self._awaited.is_set)
             try:
                 if backup.save_in_steps(device, self._epoch, self._go_on):
                     self._backup = backup

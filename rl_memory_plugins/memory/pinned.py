@@ -8,6 +8,7 @@ import mmap
 import os
 import platform
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -19,7 +20,15 @@ import torch
 from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, address_of
 from rl_memory_plugins.memory.copies import end_of_piece
 from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc, whole_pages
-from rl_memory_plugins.memory.preparation import AllocationCancelled, Asked, Make, Preparation, PrepareMode, always
+from rl_memory_plugins.memory.preparation import (
+    PAUSE_S,
+    AllocationCancelled,
+    Asked,
+    Make,
+    Preparation,
+    PrepareMode,
+    always,
+)
 from rl_memory_plugins.memory.shared_buffers import File, Map
 from rl_memory_plugins.memory.threads import await_end, in_parallel
 from rl_memory_plugins.private_directory import one_at_a_time
@@ -31,6 +40,7 @@ TURN_S = 60.0  # the longest wait of a rank for another rank that allocates host
 #: While nobody waits for the memory: the share of the threads, and their niceness. An engine has several busy threads
 #: of its own; while 16 threads touched pages, its requests took a third longer.
 BACKGROUND_SHARE, BACKGROUND_NICE = 8, 5
+UNLOCK_PAUSE_S = 0.001  # between two pieces, for the driver's other calls
 SMALL_BYTES = 32 << 20  # takes milliseconds to allocate, so a smaller buffer waits for no other rank
 SPARE_SHARE = 4  # with `auto`, an allocation in advance leaves a quarter of the host's memory free
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
@@ -49,9 +59,9 @@ class PinnedArena(PagedArena):
         index: torch's ordinal of the GPU that copies to and from the arena.
         max_bytes, margin_bytes, mode: See `PagedArena`.
         threads: The number of threads that touch pages; by default one for each core, at most 16.
-        serves: Whether the process answers requests meanwhile. Then the pages of what is prepared are locked in
-            pieces, one in a step: other calls of the driver wait while it locks pages, 0.4 s for 15 GB. Only
-            `CudaDevice` may copy from and to the memory.
+        serves: Whether the process answers requests meanwhile. While the driver locks pages, its other calls wait:
+            0.4 s for 15 GB. An engine therefore locks the pages in pieces, one piece in each step, unless somebody
+            waits for the memory. Only `CudaDevice` may copy from and to such memory.
     """
 
     def __init__(
@@ -69,7 +79,7 @@ class PinnedArena(PagedArena):
         self._index = index
         self._node = numa_node(index)
         self._serves = serves
-        self._registered: dict[int, list[int]] = {}  # by address of a mapping those of its pieces
+        self._registered: dict[int, list[int]] = {}  # the pieces' addresses, by their mapping's address
         self._preparations: list[Preparation] = []
         self._kept: list[mmap.mmap] = []  # page-locked mappings, which the GPU may still read
 
@@ -107,15 +117,15 @@ class PinnedArena(PagedArena):
     def _running(self) -> list[Preparation]:
         return [preparation for preparation in self._preparations if preparation.is_alive()]
 
-    def acquire(self, nbytes: int, go_on: Callable[[], bool] = always) -> int:
+    def acquire(self, nbytes: int, go_on: Asked = always, awaited: Asked = always) -> int:
         if nbytes > SMALL_BYTES:
             running = self._running()
-            if any(preparation.is_making(nbytes) for preparation in running):
+            if awaited() and any(preparation.is_making(nbytes) for preparation in running):
                 for preparation in running:  # the others too: they take turns with that one
                     preparation.hurry()
             for preparation in running:
-                preparation.await_buffer(nbytes, go_on)
-        return super().acquire(nbytes, go_on)
+                preparation.await_buffer(nbytes, go_on, awaited)
+        return super().acquire(nbytes, go_on, awaited)
 
     def note_sleep(self, preserving: bool) -> None:
         super().note_sleep(preserving)
@@ -123,7 +133,15 @@ class PinnedArena(PagedArena):
             for preparation in self._running():
                 preparation.end()
 
-    def _allocate_now(self, nbytes: int, go_on: Callable[[], bool], file: File | None = None) -> int:
+    def _allocate_now(self, nbytes: int, go_on: Asked, file: File | None = None, awaited: Asked = always) -> int:
+        if nbytes > SMALL_BYTES and not awaited():
+
+            def pause() -> None:
+                if not awaited():
+                    time.sleep(PAUSE_S)
+
+            return self._allocate_patiently(nbytes, go_on, awaited, pause, file, in_advance=False)
+
         @contextmanager
         def step(rest: int) -> Iterator[bool]:
             _check_not_cancelled(go_on)
@@ -140,6 +158,8 @@ class PinnedArena(PagedArena):
         awaited: Asked,
         pause: Callable[[], None],
         file: File | None = None,
+        *,
+        in_advance: bool = True,
     ) -> int:
         """Allocate a buffer in the background; see `Preparation`."""
 
@@ -149,7 +169,7 @@ class PinnedArena(PagedArena):
             _check_not_cancelled(go_on)
             with one_at_a_time("host-memory", TURN_S, go_on):  # per step: a sleep of another rank waits for one step
                 _check_not_cancelled(go_on)
-                if file is None or file.is_new:
+                if in_advance and (file is None or file.is_new):
                     self._check_spare(rest)
                 yield not awaited()
 
@@ -186,10 +206,10 @@ class PinnedArena(PagedArena):
                 else:
                     made = min(STEP_BYTES, nbytes - start)
                     back(address + start, made, self._threads)
-                start += made
-                if in_background and self._serves:
-                    self._lock_part(address, locked, start)
-                    locked = start
+            start += made
+            if in_background and self._serves:
+                self._lock_part(address, locked, start)
+                locked = start
         if locked < nbytes:
             with step(0):
                 self._lock_part(address, locked, nbytes)
@@ -220,6 +240,7 @@ class PinnedArena(PagedArena):
             if code != 0:
                 return code
             pieces.pop()
+            time.sleep(UNLOCK_PAUSE_S if pieces else 0)
         del self._registered[mapping]
         return 0
 
@@ -242,7 +263,7 @@ class PinnedArena(PagedArena):
         super()._discard(address, mapping)
 
 
-def _check_not_cancelled(go_on: Callable[[], bool]) -> None:
+def _check_not_cancelled(go_on: Asked) -> None:
     if not go_on():
         raise AllocationCancelled
 

@@ -88,8 +88,11 @@ class Preparation(threading.Thread):
         """Stop the thread. It frees an unfinished buffer within one step. Does not wait."""
         self._ended.set()
 
-    def await_buffer(self, nbytes: int, go_on: Callable[[], bool]) -> None:
+    def await_buffer(self, nbytes: int, go_on: Asked, awaited: Asked = always) -> None:
         """Wait for a pending buffer that fits `nbytes`, if there is any.
+
+        Args:
+            awaited: See `PagedArena.acquire`.
 
         Raises:
             AllocationCancelled: `go_on` returned `False`.
@@ -97,8 +100,11 @@ class Preparation(threading.Thread):
         done = self._pending(nbytes)
         if done is None:
             return
-        self.hurry()
-        while not done.wait(_POLL_S):
+        while True:
+            if awaited():
+                self.hurry()
+            if done.wait(_POLL_S):
+                return
             if not go_on():
                 raise AllocationCancelled
 

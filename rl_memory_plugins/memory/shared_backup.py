@@ -6,13 +6,13 @@ import hashlib
 import logging
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Device
 from rl_memory_plugins.memory.backup import STEP_BYTES, Backup, PagedArena
 from rl_memory_plugins.memory.copies import copies_of
-from rl_memory_plugins.memory.preparation import AllocationCancelled, always
+from rl_memory_plugins.memory.preparation import AllocationCancelled, Asked, always
 from rl_memory_plugins.memory.ranges import intersect, merge, subtract
 from rl_memory_plugins.memory.shared_buffer import KEY_BYTES
 
@@ -28,6 +28,7 @@ class SharedBackup(Backup):
     Args:
         sources: The memory of parameters, without overlaps. Parts of them may lie outside the blocks.
         go_on: Called between steps; `False` cancels the backup.
+        awaited: See `PagedArena.acquire`.
 
     Raises:
         HostMemoryError, AllocationCancelled, OSError: see `SharedBuffers.lease`.
@@ -43,7 +44,8 @@ class SharedBackup(Backup):
         blocks: Sequence[Block],
         sources: Sequence[Block],
         epoch: int,
-        go_on: Callable[[], bool] = always,
+        go_on: Asked = always,
+        awaited: Asked = always,
     ) -> None:
         assert arena.shared is not None
         self._shared = arena.shared
@@ -51,7 +53,7 @@ class SharedBackup(Backup):
         fingerprint = self._identity(device)
         if fingerprint is None:
             raise NotShareable
-        super().__init__(arena, subtract(blocks, sources), (), go_on)
+        super().__init__(arena, subtract(blocks, sources), (), go_on, awaited)
         self._written = 0
         try:
             address = self._shared.lease(
@@ -59,6 +61,7 @@ class SharedBackup(Backup):
                 _nbytes(sources),
                 lambda to: self._write(device, to, fingerprint, go_on),
                 go_on,
+                awaited,
             )
             if address is None:
                 raise NotShareable
@@ -71,7 +74,7 @@ class SharedBackup(Backup):
         self.epoch, self._fingerprint = epoch, fingerprint
         self._copies = sorted([*self._copies, *_parts(self.identified, copies_of(sources, address))])
 
-    def _write(self, device: Device, address: int, fingerprint: int, go_on: Callable[[], bool]) -> bool:
+    def _write(self, device: Device, address: int, fingerprint: int, go_on: Asked) -> bool:
         """Copy the sources to the host in steps. Returns whether they did not change meanwhile."""
         for step in _steps(copies_of(self._sources, address)):
             if not go_on():
@@ -118,7 +121,8 @@ def share(
     blocks: Sequence[Block],
     sources: Sequence[Block],
     epoch: int,
-    go_on: Callable[[], bool] = always,
+    go_on: Asked = always,
+    awaited: Asked = always,
 ) -> SharedBackup | None:
     """A shared backup of these blocks; `None` if they need a copy of their own.
 
@@ -128,7 +132,7 @@ def share(
     if arena.shared is None or not sources:
         return None
     try:
-        return SharedBackup(arena, device, blocks, sources, epoch, go_on)
+        return SharedBackup(arena, device, blocks, sources, epoch, go_on, awaited)
     except NotShareable:
         return None
     except OSError as error:  # a kernel or a container that forbids memfd, or a foreign private directory

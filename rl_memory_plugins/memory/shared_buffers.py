@@ -15,7 +15,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from rl_memory_plugins.memory.open_buffers import Entry, others, turn
-from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, AllocationCancelled, Preparation, always
+from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, AllocationCancelled, Asked, Preparation, always
 from rl_memory_plugins.memory.shared_buffer import Header, SharedBuffer
 
 #: How long a process waits for another that writes equal bytes: 10 s, and 1 s per GB for memory and the copy.
@@ -38,7 +38,7 @@ Map = Callable[[File, int], int]
 class Mapper(Protocol):
     """What the buffers need of the arena."""
 
-    def map_file(self, file: File, nbytes: int, go_on: Callable[[], bool] = always) -> int: ...
+    def map_file(self, file: File, nbytes: int, go_on: Asked = always, awaited: Asked = always) -> int: ...
     def unmap_file(self, address: int) -> None: ...
     def prepare_file(self, nbytes: int, make: Callable[[Map], None]) -> Preparation | None: ...
 
@@ -100,7 +100,12 @@ class SharedBuffers:
         self._preparation = self._arena.prepare_file(nbytes, make)
 
     def lease(
-        self, key: bytes, nbytes: int, write: Callable[[int], bool], go_on: Callable[[], bool] = always
+        self,
+        key: bytes,
+        nbytes: int,
+        write: Callable[[int], bool],
+        go_on: Asked = always,
+        awaited: Asked = always,
     ) -> int | None:
         """Get a complete copy that no process changes until `end_lease`, and return its address in this process.
 
@@ -109,6 +114,7 @@ class SharedBuffers:
             nbytes: Their number.
             write: Writes the bytes to an address, and returns whether they still had this key at the end.
             go_on: Called while this call waits or allocates; `False` cancels it.
+            awaited: See `PagedArena.acquire`.
 
         Returns: the address; `None` if `write` returned `False`, or another backup of this process has the lease.
 
@@ -118,7 +124,7 @@ class SharedBuffers:
             OSError: the kernel refuses to share memory.
         """
         if self._preparation is not None:
-            self._preparation.await_buffer(nbytes, go_on)
+            self._preparation.await_buffer(nbytes, go_on, awaited)
         deadline = time.monotonic() + WAIT_S + nbytes / WAIT_BYTES_PER_S
         with self._lock:
             if self._leased:  # the process maps one buffer only
@@ -126,7 +132,7 @@ class SharedBuffers:
             while True:
                 with turn():
                     buffer, held = self._take(key, nbytes, ignore_writers=time.monotonic() > deadline)
-                self._map(buffer, held, lambda file, size: self._arena.map_file(file, size, go_on))
+                self._map(buffer, held, lambda file, size: self._arena.map_file(file, size, go_on, awaited))
                 if held is not Held.NONE:
                     break
                 if not go_on():

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import os
 import secrets
 import select
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -92,6 +93,8 @@ class CudaGpu:
         UnsupportedError: the CUDA driver cannot be loaded, or refuses a call.
     """
 
+    _refused_together = False  # whether the driver has refused many copies at once
+
     def __init__(self, index: int) -> None:
         self.index = index
         self._exported: dict[int, Allocation] = {}  # by serial; the driver never reuses a serial
@@ -137,7 +140,7 @@ class CudaGpu:
 
         The link is busy from the first to the last. Copies of 3 MiB by a call for each leave it idle for a quarter of
         the time, and those of 1 MiB for half of it (two H200s). Where the driver is older than CUDA 12.8, or refuses
-        the copies together, each is a call.
+        the copies together, each copy is a call of its own.
 
         Args:
             targets, sources, sizes: Addresses and bytes of each copy, of at least one byte.
@@ -145,9 +148,15 @@ class CudaGpu:
         names = ("cuMemcpyBatchAsync_v2", "cuMemcpyBatchAsync")  # of CUDA 13 and 12.8
         name = next((one for one in names if hasattr(self._api, one)), None)
         if name is not None:
-            with suppress(UnsupportedError):  # perhaps it refuses this memory, and not one at a time
+            try:
                 self._copy_together(name, targets, sources, sizes, stream)
                 return
+            except UnsupportedError as error:  # the driver may still accept the copies one by one
+                if not self._refused_together:
+                    self._refused_together = True
+                    logging.getLogger(__name__).warning(
+                        "copies on a GPU are made one by one, which takes longer: %s", error
+                    )
         for target, source, nbytes in zip(targets, sources, sizes, strict=True):
             self.copy(target, source, nbytes, stream)
 

@@ -1,4 +1,4 @@
-"""The choice of a transport for each rank, and the buffers of the chosen transports."""
+"""The routes of an update: which ranks read which buffer."""
 
 from __future__ import annotations
 
@@ -12,6 +12,18 @@ import torch
 
 from rl_memory_plugins.errors import OutOfMemoryError, RLMemoryError, UnsupportedError
 from rl_memory_plugins.weights import cuda_ipc
+from rl_memory_plugins.weights.bucket_sizes import (
+    DIRECT_BUCKET_BYTES,
+    HOST_BUCKET_BYTES,
+    NCCL_BUCKET_BYTES,
+    NCCL_PART_BUCKET_BYTES,
+    PEER_BUCKET_BYTES,
+    PEER_SLOTS,
+    STREAMED_BUCKET_BYTES,
+    staged_bucket_bytes,
+    with_buckets,
+    with_half_buckets,
+)
 from rl_memory_plugins.weights.buffers import (
     SENT,
     CudaStaging,
@@ -22,40 +34,13 @@ from rl_memory_plugins.weights.buffers import (
     StreamedStaging,
     staged,
 )
+from rl_memory_plugins.weights.candidates import NEED_UNIX_SOCKET, candidate_transports, current_gpu, gpu_of_all
 from rl_memory_plugins.weights.communicators import COMMUNICATORS, joining, over_nccl
-from rl_memory_plugins.weights.manifest import MIN_STAGED_BUCKET_BYTES, BucketEntry, Manifest, align, largest_bytes
+from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, align, largest_bytes
 from rl_memory_plugins.weights.slices import Cut, Slice
 
 if TYPE_CHECKING:
     from rl_memory_plugins.weights.connected_rank import ConnectedRank
-
-HOST_BUCKET_BYTES = 128 << 20
-"""The largest bucket in host memory. Larger ones cost more: page faults and page-locking take longer than the copy."""
-
-STREAMED_BUCKET_BYTES = 32 << 20
-"""The largest bucket that travels over a connection. With smaller ones packing, sending and loading overlap more."""
-
-PEER_BUCKET_BYTES = 256 << 20
-"""The largest bucket that is packed from one GPU on another. The next one is packed while the receiver loads it. Of 512
-MiB each update would take 10 ms more for 15 GB: the driver takes as long for the first such allocation there."""
-
-PEER_SLOTS = 3
-"""The slots for buckets that go from one GPU to another: one is packed, one travels, one is loaded. With two, 15 GB
-take 55 ms instead of 51 by CUDA IPC. By NCCL several ranks stay at two: each may need other slices, from own slots."""
-
-NCCL_BUCKET_BYTES = 512 << 20
-"""The largest bucket that travels from GPU to GPU. It travels for 1.4 ms at 370 GB/s. In that time the two ends make
-the calls for the next one, and the GPUs pack that one and load the former. Smaller ones are over before all that is
-done: 15 GB take 79 ms with 256 MiB, 71 with a third slot, and 53 with 512, of 41 for the bytes alone."""
-
-NCCL_PART_BUCKET_BYTES = 128 << 20
-"""The same where several processes may send their parts of each bucket: a rank has a slot for each of them."""
-
-DIRECT_BUCKET_BYTES = 1 << 30
-"""The bucket size without staging. Such a bucket uses no memory: it is only the unit of announcement."""
-
-NEED_UNIX_SOCKET = ("cuda_direct", "shm_pinned", "shm")
-"""Transports with file descriptors, or with a lease that only the connection to a process of this host can hold."""
 
 MIN_MEAN_ALLOCATION = 16 << 20
 """With fewer mean bytes per allocation, staging takes less time than opening and closing all allocations."""
@@ -138,8 +123,8 @@ class Routes:
         self._group_bytes = group_bytes
         self._may_divide = may_divide
         gpus = cuda_ipc.local_gpus(initialise=transport in ("cuda_ipc", "nccl"))
-        self._source_gpu = _source_gpu(resident, gpus)  # the GPU that holds all tensors
-        self._own_gpu = self._source_gpu or _current_gpu(gpus)
+        self._source_gpu = gpu_of_all(resident, gpus)  # the GPU that holds all tensors
+        self._own_gpu = self._source_gpu or current_gpu(gpus)
         index = gpus.get(self._own_gpu or "")
         self.own_device = torch.device("cpu") if index is None else torch.device("cuda", index)
         self._routes: dict[tuple[str, str], Route] = {}
@@ -215,9 +200,9 @@ class Routes:
         if transport == "nccl":
             return self._nccl_staging(slot_bytes)
         if transport in ("tcp", "gloo"):
-            smaller = _with_buckets(self._cut, STREAMED_BUCKET_BYTES)
+            smaller = with_buckets(self._cut, STREAMED_BUCKET_BYTES)
             return StreamedStaging(slot_bytes or smaller.slot_bytes(), smaller.slots, stable=stable, kind=transport)
-        smaller = _with_buckets(self._cut, HOST_BUCKET_BYTES)
+        smaller = with_buckets(self._cut, HOST_BUCKET_BYTES)
         return ShmStaging(smaller.slot_bytes(), smaller.slots, pinned=transport == "shm_pinned", stable=stable)
 
     def require_nccl(self, rank: ConnectedRank) -> None:
@@ -235,13 +220,13 @@ class Routes:
         assert self._own_gpu is not None
         make = functools.partial(NcclStaging, self._own_gpu, stable=self._stable, held=self._resident is not None)
         if self._may_divide and not slot_bytes:  # the other processes fill this one's slots too, and know their size
-            slot_bytes = _with_buckets(self.manifest, NCCL_PART_BUCKET_BYTES).slot_bytes()
+            slot_bytes = with_buckets(self.manifest, NCCL_PART_BUCKET_BYTES).slot_bytes()
         if slot_bytes:
             return _allocate(make, slot_bytes, self.manifest.slots)
         return self._staging(make, self._own_gpu, NCCL_BUCKET_BYTES)
 
     def _staging(self, make: Callable[[int, int], OnGpu], device: str, most: int) -> OnGpu:
-        """Allocate slots of the size that `_staged_bucket_bytes` gives. While memory is short, halve the size.
+        """Allocate slots of the size that `staged_bucket_bytes` gives. While memory is short, halve the size.
 
         A source that creates tensors one at a time also needs memory for the largest tensor and its inputs, and a
         stable one for its next tensors while two groups wait for their copies. One that makes groups itself makes the
@@ -257,18 +242,18 @@ class Routes:
         if self._resident is None:
             needed = 2 * max(sizes, default=0) + min(2 * self._group_bytes, sum(sizes))
             needed += 3 * staged.GROUP_BYTES if self._stable else 0
-        cut = _with_buckets(self._cut, min(_staged_bucket_bytes(sizes, self._cut.slots), most))
+        cut = with_buckets(self._cut, min(staged_bucket_bytes(sizes, self._cut.slots), most))
         while True:
             buckets = cut.buckets()
             try:
                 staging = _allocate(make, largest_bytes(buckets), cut.slots)
             except OutOfMemoryError:
-                smaller = _with_half_buckets(cut)
+                smaller = with_half_buckets(cut)
                 if smaller is None:
                     raise
             else:
                 is_short = needed > 0 and cuda_ipc.local_gpu(self._own_gpu or device).lacks(needed)
-                smaller = _with_half_buckets(cut) if is_short else None
+                smaller = with_half_buckets(cut) if is_short else None
                 if smaller is None:
                     self._cut, self._cut_buckets = cut, buckets
                     return staging
@@ -302,7 +287,7 @@ class Routes:
     def _buckets_of_at_most(self, nbytes: int) -> list[list[BucketEntry]]:
         if self._cut_buckets is not None and self._cut.bucket_bytes <= nbytes:
             return self._cut_buckets
-        return _with_buckets(self._cut, nbytes).buckets()
+        return with_buckets(self._cut, nbytes).buckets()
 
     def cut(self, slices: Mapping[ConnectedRank, Sequence[Slice | None]], buckets: list[list[BucketEntry]]) -> None:
         """Send ranks only their slices. Ranks that need others than those before them get a buffer of their own.
@@ -338,7 +323,7 @@ class Routes:
         for route in self._routes.values():
             route.buffer.close()
         nbytes = NCCL_PART_BUCKET_BYTES if set(transports) == {"nccl"} else STREAMED_BUCKET_BYTES
-        return _with_buckets(self.manifest, nbytes).buckets()
+        return with_buckets(self.manifest, nbytes).buckets()
 
     def part_buffer(self, transport: str, slot_bytes: int) -> StreamedStaging | NcclStaging:
         """A buffer for what this process contributes to an update.
@@ -376,74 +361,9 @@ class Routes:
                     closing.callback(buffer.close)
 
 
-def candidate_transports(
-    wanted: str,
-    device: str,
-    gpus: Collection[str],
-    source_gpu: str | None,
-    *,
-    local: bool = True,
-) -> list[str]:
-    """The transports to try for a rank, the best first.
-
-    Args:
-        wanted: A transport, or `auto`.
-        device: The rank's device.
-        gpus: The GPUs that this process can use.
-        source_gpu: The GPU that holds all tensors; `None` if they are spread or on the host.
-        local: Whether the rank has connected over a Unix socket.
-    """
-    if wanted != "auto":
-        return [wanted]
-    found = ["cuda_direct"] if device == source_gpu and local else []
-    found += ["cuda_ipc"] if device in gpus else []
-    if not local:
-        # Not `nccl`: it connects two GPUs only at their first transfer. Where it cannot, e.g. for want of a link or an
-        # open port, the update would fail after the offer, and not fall back to TCP. No two hosts have run it.
-        return [*found, "tcp"]
-    return [*found, "shm_pinned", "shm"] if device.startswith(("GPU-", "MIG-")) else ["shm"]
-
-
-def _current_gpu(gpus: Mapping[str, int]) -> str | None:
-    """The name of the current GPU; `None` if this process uses none."""
-    if not torch.cuda.is_initialized():
-        return None
-    current = torch.cuda.current_device()
-    return next((name for name, index in gpus.items() if index == current), None)
-
-
-def _source_gpu(tensors: Sequence[torch.Tensor] | None, local: Mapping[str, int]) -> str | None:
-    indices = {tensor.get_device() for tensor in tensors or ()}  # -1 for the host
-    return next((name for name, index in local.items() if indices == {index}), None)
-
-
-def _with_buckets(manifest: Manifest, nbytes: int) -> Manifest:
-    """The manifest with buckets of at most `nbytes`."""
-    return msgspec.structs.replace(manifest, bucket_bytes=min(manifest.bucket_bytes, nbytes))
-
-
-def _with_half_buckets(manifest: Manifest) -> Manifest | None:
-    """The manifest with buckets of half the size; `None` if that is too small, or a row needs more."""
-    slot_bytes = manifest.slot_bytes()
-    smaller = _with_buckets(manifest, slot_bytes // 2)
-    if smaller.bucket_bytes < MIN_STAGED_BUCKET_BYTES or smaller.slot_bytes() >= slot_bytes:
-        return None
-    return smaller
-
-
 def _allocate(make: Callable[[int, int], OnGpu], slot_bytes: int, slots: int) -> OnGpu:
     try:
         return make(slot_bytes, slots)
     except OutOfMemoryError:
         torch.cuda.empty_cache()  # torch may hold the memory in this process's cache
         return make(slot_bytes, slots)
-
-
-def _staged_bucket_bytes(sizes: Sequence[int], slots: int) -> int:
-    """The bucket size, in bytes, at which the sender fills each slot twice: packing then overlaps loading.
-
-    The size is at least `MIN_STAGED_BUCKET_BYTES`, but all slots together are never larger than all tensors.
-    """
-    total = sum(map(align, sizes))
-    wanted = max(-(-total // (2 * slots)), MIN_STAGED_BUCKET_BYTES)
-    return max(align(min(wanted, -(-total // slots))), 1)

@@ -23,7 +23,7 @@ def vmm():
 
 @pytest.fixture
 def arena():
-    arena = PinnedArena(0)
+    arena = PinnedArena(0, serves=True)
     yield arena
     arena.close()
 

@@ -32,7 +32,7 @@ REPLICA = """
         generator = torch.Generator(device="cuda").manual_seed(8 * seed + index)
         return torch.randint(0, 256, (SIZE // 4,), dtype=torch.uint8, device="cuda", generator=generator)
 
-    vmm, arena = CudaVmmAllocator(0), PinnedArena(0)
+    vmm, arena = CudaVmmAllocator(0), PinnedArena(0, serves=True)
     if SHARE:
         arena.shared = SharedBuffers(arena)
     with vmm.region(Tag.WEIGHTS):

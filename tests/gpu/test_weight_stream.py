@@ -164,7 +164,8 @@ def test_the_driver_copies_many_tensors_of_a_trainers_memory_at_once(monkeypatch
     """Pausable memory consists of many mappings. Without gaps in the slot neighbours are one copy."""
     if gap:
         monkeypatch.delattr(CudaGpu, "copy")  # of one at a time
-    with CudaVmmAllocator(0).region(Tag.WEIGHTS) if pausable else nullcontext():
+    vmm = CudaVmmAllocator(0)
+    with vmm.region(Tag.WEIGHTS) if pausable else nullcontext():
         tensors = [torch.empty(512 << number % 14, dtype=torch.uint8, device="cuda") for number in range(64)]
     staging = CudaStaging(gpu_name(0), 64 * MiB, 1, stable=True)
     try:
@@ -180,6 +181,7 @@ def test_the_driver_copies_many_tensors_of_a_trainers_memory_at_once(monkeypatch
             assert torch.equal(staging._slots[0][offset : offset + tensor.nbytes], tensor)
     finally:
         staging.close()
+        vmm.close()
 
 
 def test_small_tensors_that_are_cast_are_cast_each_to_its_own_dtype():

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from helpers import interrupts, refuse_threads
 
+from integration.waiting import wait_until
 from rl_memory_plugins.memory import copies, pinned, preparation
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.backup import address_of
@@ -199,11 +200,24 @@ class Driver:
 
 @pytest.fixture
 def serving(arena, monkeypatch):
-    """An arena of a process that answers requests, in pieces of 4 MiB."""
-    monkeypatch.setattr(copies, "PIECE_BYTES", 4 * MiB)
+    """An arena of a process that answers requests, in pieces of 3 MiB, at whose ends no mapping begins by itself."""
+    monkeypatch.setattr(copies, "PIECE_BYTES", 3 * MiB)
     monkeypatch.setattr(preparation, "PAUSE_S", 0.001)
     monkeypatch.setattr(arena, "_serves", True)
     return arena
+
+
+def stops_after_two(monkeypatch):
+    """Preparations stop behind two steps until somebody waits for them. Returns the event of a stop."""
+    pauses, stopped = iter(range(2)), threading.Event()
+
+    def pause(self):
+        if next(pauses, None) is None:
+            stopped.set()
+            wait_until(lambda: self._awaited.is_set() or self._ended.is_set(), "the end of a pause")
+
+    monkeypatch.setattr(preparation.Preparation, "_pause", pause)
+    return stopped
 
 
 def test_what_is_prepared_beside_requests_is_locked_in_pieces(serving, monkeypatch):
@@ -211,8 +225,8 @@ def test_what_is_prepared_beside_requests_is_locked_in_pieces(serving, monkeypat
     serving.prepare([18 * MiB]).join()
     address = serving.acquire(18 * MiB)
     ends = [start + nbytes for start, nbytes in sorted(driver.locked.items())]
-    assert len(ends) in (5, 6) and min(driver.locked) == address and ends[-1] == address + 18 * MiB
-    assert sorted(driver.locked)[1:] == ends[:-1] and all(end % (4 * MiB) == 0 for end in ends[:-1])
+    assert len(ends) in (6, 7) and min(driver.locked) == address and ends[-1] == address + 18 * MiB
+    assert sorted(driver.locked)[1:] == ends[:-1] and all(end % (3 * MiB) == 0 for end in ends[:-1])
     reached = Block(1 << 40, 18 * MiB)
     for block, start in copies.by_pieces([(reached, address)]):
         assert any(piece <= start and start + block.nbytes <= piece + size for piece, size in driver.locked.items())
@@ -228,20 +242,50 @@ def test_what_is_needed_at_once_is_locked_at_once(serving, monkeypatch):
 
 
 def test_a_caller_who_waits_has_the_rest_locked_at_once(serving, monkeypatch):
-    driver, two_made = Driver(monkeypatch, serving), threading.Event()
-
-    def pause(self):
-        if len(driver.locked) == 2:
-            two_made.set()
-            assert self._awaited.wait(60)
-
-    monkeypatch.setattr(preparation.Preparation, "_pause", pause)
+    driver, two_made = Driver(monkeypatch, serving), stops_after_two(monkeypatch)
     preparing = serving.prepare([40 * MiB])
     assert two_made.wait(60)
     address = serving.acquire(40 * MiB)
     preparing.join()
     assert len(driver.locked) == 3 and sum(driver.locked.values()) == 40 * MiB
     assert max(driver.locked) + driver.locked[max(driver.locked)] == address + 40 * MiB
+
+
+def test_a_preparation_that_ends_leaves_no_piece_locked(serving, monkeypatch):
+    driver, two_made = Driver(monkeypatch, serving), stops_after_two(monkeypatch)
+    preparing = serving.prepare([40 * MiB])
+    assert two_made.wait(60)
+    assert len(driver.locked) == 2
+    preparing.end()
+    preparing.join()
+    assert driver.locked == {} and serving.held_bytes == 0
+
+
+def test_a_copy_for_which_nobody_waits_yet_gets_its_memory_in_pieces(serving, monkeypatch):
+    driver, awaited = Driver(monkeypatch, serving), threading.Event()
+    monkeypatch.setattr(pinned, "PAUSE_S", 0.001)
+    monkeypatch.setattr(pinned, "SMALL_BYTES", MiB)
+    address = serving.acquire(40 * MiB, awaited=awaited.is_set)
+    assert len(driver.locked) > 40 * MiB // (3 * MiB)
+    serving.release(address)
+    serving.free_idle()
+    efforts = []
+    monkeypatch.setattr(pinned, "touch", lambda start, nbytes, threads, nice=0: efforts.append(nice) or awaited.set())
+    serving.acquire(40 * MiB, awaited=awaited.is_set)
+    assert efforts == [pinned.BACKGROUND_NICE, 0] and len(driver.locked) == 2  # the rest at once
+
+
+def test_who_waits_later_for_a_pending_buffer_hurries_it_then(serving, monkeypatch):
+    Driver(monkeypatch, serving)
+    stopped, awaited, acquired = stops_after_two(monkeypatch), threading.Event(), []
+    preparing = serving.prepare([40 * MiB])
+    copying = threading.Thread(target=lambda: acquired.append(serving.acquire(40 * MiB, awaited=awaited.is_set)))
+    copying.start()
+    assert stopped.wait(60)
+    assert not preparing._awaited.is_set() and not acquired
+    awaited.set()
+    copying.join(60)
+    assert acquired and preparing._awaited.is_set()
 
 
 def test_pieces_that_are_refused_stay_pageable_and_are_noted_once(serving, monkeypatch):

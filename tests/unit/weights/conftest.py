@@ -38,7 +38,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(cuda_ipc, "process_id", process_id)
     monkeypatch.setattr(staged, "_PAGE_BYTES", 1)
     monkeypatch.setattr(routes, "MIN_MEAN_ALLOCATION", 0)
-    monkeypatch.setattr(routes, "_source_gpu", lambda resident, local: "GPU-0" if resident else None)
+    monkeypatch.setattr(routes, "gpu_of_all", lambda resident, local: "GPU-0" if resident else None)
     yield found
     cuda_ipc.release_mapped()
 

@@ -7,7 +7,7 @@ import torch
 from fake_gpu import OneByOne
 
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, OutOfMemoryError, UnsupportedError
-from rl_memory_plugins.weights import routes
+from rl_memory_plugins.weights import bucket_sizes, routes
 from rl_memory_plugins.weights.buffers import CudaStaging, NcclStaging, communicated
 from rl_memory_plugins.weights.manifest import ALIGNMENT, Manifest
 from rl_memory_plugins.weights.routes import Routes
@@ -22,7 +22,7 @@ class Rank(SimpleNamespace):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 1024)
+    monkeypatch.setattr(bucket_sizes, "MIN_STAGED_BUCKET_BYTES", 1024)
     monkeypatch.setattr(routes.over_nccl, "require", lambda theirs: None)
     monkeypatch.setattr(routes.joining, "choose", lambda rank, transport, device: None)
 
@@ -94,8 +94,8 @@ def test_a_small_model_has_small_slots(gpus):
     ],
 )
 def test_there_is_a_third_slot_where_buckets_go_from_one_gpu_to_another(gpus, monkeypatch, transport, options, slots):
-    monkeypatch.setattr(routes, "_source_gpu", lambda resident, local: None)
-    monkeypatch.setattr(routes, "_current_gpu", lambda gpus: "GPU-0")
+    monkeypatch.setattr(routes, "gpu_of_all", lambda resident, local: None)
+    monkeypatch.setattr(routes, "current_gpu", lambda gpus: "GPU-0")
     rank = SimpleNamespace(device="GPU-1", connection=SimpleNamespace(is_local=transport == "cuda_ipc"))
     manifest, given = Manifest(SPECS, 1 << 20, 2), {"keep_mapped": False, "resident": None, "stable": False}
     ranks = [rank] * {"ranks": 1, **options}["ranks"]

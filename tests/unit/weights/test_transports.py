@@ -26,15 +26,15 @@ from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer import ModelSource, push
 from rl_memory_plugins.trainer.once import Once
 from rl_memory_plugins.trainer.sources.model import as_source
-from rl_memory_plugins.weights import buffers, cuda_ipc, routes, wire
+from rl_memory_plugins.weights import bucket_sizes, buffers, cuda_ipc, routes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.buffers.staged import _BounceBuffers
+from rl_memory_plugins.weights.candidates import candidate_transports
 from rl_memory_plugins.weights.communicators import COMMUNICATORS
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
 from rl_memory_plugins.weights.plan import LoadPlan
 from rl_memory_plugins.weights.replay import Layout
-from rl_memory_plugins.weights.routes import candidate_transports
 from rl_memory_plugins.weights.sender import WeightSender
 
 
@@ -379,7 +379,7 @@ def test_staging_takes_no_more_memory_than_the_tensors(gpus):
 
 
 def test_small_models_are_sent_in_several_buckets_too(gpus, monkeypatch):
-    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 256)
+    monkeypatch.setattr(bucket_sizes, "MIN_STAGED_BUCKET_BYTES", 256)
     rank, tensors = gpu_rank(), checkpoint(5)
     report, _ = send([rank], OneByOne(tensors), bucket_bytes=1 << 30)
     assert report["buckets"] >= 4
@@ -388,7 +388,7 @@ def test_small_models_are_sent_in_several_buckets_too(gpus, monkeypatch):
 
 
 def test_where_memory_is_short_buckets_are_smaller(gpus, monkeypatch):
-    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 256)
+    monkeypatch.setattr(bucket_sizes, "MIN_STAGED_BUCKET_BYTES", 256)
     ranks = [gpu_rank(ToyModel(i, 2), i) for i in range(2)]
     tensors = checkpoint(6)
     gpus["GPU-1"].capacity = 1024
@@ -402,7 +402,7 @@ def test_where_memory_is_short_buckets_are_smaller(gpus, monkeypatch):
 @pytest.mark.parametrize(("stable", "group"), [(False, 0), (True, 0), (False, 200), (True, 1 << 20)])
 def test_staging_leaves_room_for_tensors_that_are_made_meanwhile(gpus, monkeypatch, stable, group):
     """Stable ones wait for a common copy. A source may make them in groups, though not more than there are."""
-    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 256)
+    monkeypatch.setattr(bucket_sizes, "MIN_STAGED_BUCKET_BYTES", 256)
     monkeypatch.setattr(buffers.staged, "GROUP_BYTES", 128)
     tensors = checkpoint(6)
     sizes = [tensor.nbytes for tensor in tensors.values()]
@@ -433,7 +433,7 @@ def test_staging_leaves_room_for_tensors_that_are_made_meanwhile(gpus, monkeypat
 
 
 def test_a_gpu_that_is_full_leaves_the_others_their_buckets(gpus, monkeypatch):
-    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 256)
+    monkeypatch.setattr(bucket_sizes, "MIN_STAGED_BUCKET_BYTES", 256)
     ranks = [gpu_rank(ToyModel(i, 2), i) for i in range(2)]
     gpus["GPU-1"].capacity = 1
     report, threads = send(ranks, OneByOne(checkpoint(6)), bucket_bytes=1024)
