@@ -16,6 +16,7 @@ from rl_memory_plugins.memory import adoption, backup
 from rl_memory_plugins.memory.backup import PagedArena
 from rl_memory_plugins.memory.host_memory import whole_pages
 from rl_memory_plugins.memory.pinned import PinnedArena
+from rl_memory_plugins.memory.preparation import always
 from rl_memory_plugins.trainer import Moved, Offloader, held_tensors, load, offload, offloading
 from rl_memory_plugins.trainer.offloading import _HostMemory, host_view, temporarily_loaded
 from rl_memory_plugins.trainer.parts import TrainerParts
@@ -564,9 +565,9 @@ class Preparing(PagedArena):
         for nbytes in sizes:
             self.release(self._allocate_now(whole_pages(nbytes), lambda: True))
 
-    def _allocate_now(self, nbytes, go_on, file=None):
+    def _allocate_now(self, nbytes, go_on, file=None, awaited=always):
         self.allocated += 1
-        return super()._allocate_now(nbytes, go_on, file)
+        return super()._allocate_now(nbytes, go_on, file, awaited)
 
 
 @pytest.fixture
