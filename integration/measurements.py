@@ -114,7 +114,7 @@ MEASUREMENTS = (
     *(_sleep(engine, "7b", "--levels 2", gpus=2) for engine in ("vllm", "sglang")),
     _sleep("vllm", "32b", "--memory 0.9"),
     _sleep("sglang", "32b", "--memory 0.9"),
-    _sleep("vllm", "72b", "--memory 0.9 --levels 2", gpus=2),
+    _sleep("vllm", "72b", "--memory 0.9 --levels 2 --timeout 280", gpus=2),
     *(
         _measurement(f"{name}-7b", engine, 1, 400, f"integration.bench_{name} --engine {engine} --model 7b")
         for name in ("freeze", "turns")

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, address_of
-from rl_memory_plugins.memory.copies import end_of_piece
+from rl_memory_plugins.memory.copies import by_pieces, end_of_piece
 from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc, whole_pages
 from rl_memory_plugins.memory.preparation import (
     PAUSE_S,
@@ -59,9 +60,9 @@ class PinnedArena(PagedArena):
         index: torch's ordinal of the GPU that copies to and from the arena.
         max_bytes, margin_bytes, mode: See `PagedArena`.
         threads: The number of threads that touch pages; by default one for each core, at most 16.
-        serves: Whether the process answers requests meanwhile. While the driver locks pages, its other calls wait:
-            0.4 s for 15 GB. An engine therefore locks the pages in pieces, one piece in each step, unless somebody
-            waits for the memory. Only `CudaDevice` may copy from and to such memory.
+        serves: Whether the process answers requests meanwhile. While the driver locks or unlocks pages, its other calls
+            wait: seconds for 72 GB. An engine therefore locks the pages in pieces. In the background each step locks
+            one. Only `CudaDevice` may copy from and to such memory.
     """
 
     def __init__(
@@ -228,10 +229,13 @@ class PinnedArena(PagedArena):
     # comes between the two there.
 
     def _lock_pages(self, mapping: int, start: int, end: int) -> int:
-        code = self._register(mapping + start, end - start)
-        if code == 0:
-            self._registered.setdefault(mapping, []).append(mapping + start)
-        return code
+        part = Block(mapping + start, end - start)
+        for piece, _ in by_pieces([(part, part.address)]) if self._serves else [(part, 0)]:
+            code = self._register(*piece)
+            if code != 0:
+                return code
+            self._registered.setdefault(mapping, []).append(piece.address)
+        return 0
 
     def _unlock_pages(self, mapping: int) -> int:
         pieces = self._registered[mapping]

@@ -35,8 +35,7 @@ def test_buffers_are_page_locked_and_carry_copies(arena, prepared):
     if prepared:
         arena.prepare([source.numel()]).join()
     address = arena.acquire(source.numel())
-    pieces = len(arena._registered[address])
-    assert pieces > 600 * MiB // PIECE_BYTES if prepared else pieces == 1
+    assert len(arena._registered[address]) > 600 * MiB // PIECE_BYTES
     assert all(memory_view(address + start, MiB).is_pinned() for start in range(0, source.numel(), 100 * MiB))
     assert arena.notes == []
     device, block = CudaDevice(0), Block(source.data_ptr(), source.numel())
