@@ -35,7 +35,21 @@ def candidate_transports(
         # Not `nccl`: it connects two GPUs only at their first transfer. Where it cannot, e.g. for want of a link or an
         # open port, the update would fail after the offer, and not fall back to TCP. No two hosts have run it.
         return [*found, "tcp"]
-    return [*found, "shm_pinned", "shm"] if device.startswith(("GPU-", "MIG-")) else ["shm"]
+    return [*found, "shm_pinned", "shm"] if _is_gpu(device) else ["shm"]
+
+
+def left_out(wanted: str, device: str, gpus: Collection[str]) -> dict[str, str]:
+    """Why `auto` tries no transport between GPUs for a rank on a GPU, by transport. Arguments as above."""
+    if wanted != "auto" or device in gpus or not _is_gpu(device):
+        return {}
+    return {
+        "cuda_ipc": "this process does not see the rank's GPU",
+        "nccl": "it is used only if it is named: where it cannot connect two GPUs, it fails after the offer",
+    }
+
+
+def _is_gpu(device: str) -> bool:
+    return device.startswith(("GPU-", "MIG-"))
 
 
 def current_gpu(gpus: Mapping[str, int]) -> str | None:

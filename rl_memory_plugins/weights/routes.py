@@ -34,7 +34,13 @@ from rl_memory_plugins.weights.buffers import (
     StreamedStaging,
     staged,
 )
-from rl_memory_plugins.weights.candidates import NEED_UNIX_SOCKET, candidate_transports, current_gpu, gpu_of_all
+from rl_memory_plugins.weights.candidates import (
+    NEED_UNIX_SOCKET,
+    candidate_transports,
+    current_gpu,
+    gpu_of_all,
+    left_out,
+)
 from rl_memory_plugins.weights.communicators import COMMUNICATORS, joining, over_nccl
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, align, largest_bytes
 from rl_memory_plugins.weights.slices import Cut, Slice
@@ -137,6 +143,8 @@ class Routes:
                 self._source_gpu,
                 local=rank.connection.is_local,
             )
+            for name, reason in left_out(transport, rank.device, gpus).items():
+                rank.refused.append({"device": rank.device, "transport": name, "reason": reason})
         reads_gpu = resident is None or self._source_gpu is not None
         crosses = bool(ranks) and all(map(self._crosses, ranks))
         if free_slots and reads_gpu and not may_divide and crosses and (len(ranks) == 1 or transport != "nccl"):

@@ -10,7 +10,7 @@ from toys import ToyModel, checkpoint, loaded
 
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights import buffers, routes, wire
+from rl_memory_plugins.weights import bucket_sizes, buffers, routes, wire
 from rl_memory_plugins.weights.buffers import staged
 from rl_memory_plugins.weights.communicators import SEAL_BYTES
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest
@@ -509,7 +509,7 @@ def test_a_source_that_fails_while_a_bucket_travels_leaves_it_unannounced_and_no
 
 def test_buckets_for_another_gpu_are_smaller(gpus, monkeypatch):
     monkeypatch.setattr(routes, "PEER_BUCKET_BYTES", 256)
-    monkeypatch.setattr(routes, "MIN_STAGED_BUCKET_BYTES", 1024)
+    monkeypatch.setattr(bucket_sizes, "MIN_STAGED_BUCKET_BYTES", 1024)
     for number, smaller in ((0, False), (1, True)):
         ranks = [gpu_rank(ToyModel(opaque=False), number)]
         placed = gpus["GPU-0"].place(checkpoint(3, opaque=False))

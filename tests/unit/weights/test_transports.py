@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fake_gpu import OneByOne, gpu_rank
+from links import through
 from test_update import NOTHING, counts, left_since
 from toys import Rank, Receiving, ToyModel, checkpoint, loaded
 
@@ -29,7 +30,7 @@ from rl_memory_plugins.trainer.sources.model import as_source
 from rl_memory_plugins.weights import bucket_sizes, buffers, cuda_ipc, routes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.buffers.staged import _BounceBuffers
-from rl_memory_plugins.weights.candidates import candidate_transports
+from rl_memory_plugins.weights.candidates import candidate_transports, left_out
 from rl_memory_plugins.weights.communicators import COMMUNICATORS
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
@@ -73,6 +74,25 @@ def test_the_order_in_which_transports_are_tried(wanted, device, home, expected)
 )
 def test_the_order_for_ranks_that_have_connected_over_tcp_which_nccl_is_not_in(device, expected):
     assert candidate_transports("auto", device, {"GPU-a", "GPU-b"}, "GPU-a", local=False) == expected
+
+
+@pytest.mark.parametrize("local", [True, False])
+def test_the_report_says_why_nothing_between_gpus_was_tried(gpus, monkeypatch, local):
+    monkeypatch.setattr(cuda_ipc, "local_gpus", lambda initialise=False: {"GPU-b": 1})
+    rank = gpu_rank()  # on GPU-0, as on another host
+    with WeightSender(1, bucket_bytes=256, timeout_s=20, advertise=None if local else "127.0.0.1") as sender:
+        receiving = Receiving(rank, sender if local else through(sender, sender.endpoints["*"][1]))
+        report = sender.send(ModelSource(checkpoint(3)))
+    assert receiving.join().error is None
+    assert report["transport"] in (["shm_pinned", "shm"] if local else ["tcp"])
+    reasons = {one["transport"]: one["reason"] for one in report["fallbacks"] if one["device"] == "GPU-0"}
+    assert "does not see the rank's GPU" in reasons["cuda_ipc"] and "named" in reasons["nccl"]
+
+
+@pytest.mark.parametrize("wanted", ["auto", "shm", "tcp"])
+@pytest.mark.parametrize("device", ["cpu:0", "GPU-a"])
+def test_nothing_is_left_out_of_what_is_named_or_of_what_has_no_gpu_or_ours(wanted, device):
+    assert left_out(wanted, device, {"GPU-a"}) == {}
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "gloo"])
