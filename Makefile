@@ -276,11 +276,19 @@ test-trl: env-trainers
 
 # -- Ray ---------------------------------------------------------------------------------------------------------
 
-.PHONY: test-ray test-ray-short test-ray-executor
+.PHONY: test-ray test-ray-fleets test-ray-others test-ray-short test-ray-executor
 
-# Fleets of vLLM engines on one machine with CPUs, an SGLang engine, and the example.
+# On one machine with CPUs. Engines start one after the other, and two parts share two cores.
 test-ray: env-trainers env-verl-sglang
-	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray --ignore tests/ray/test_sglang.py
+	+$(SIDE_BY_SIDE) test-ray-fleets test-ray-others
+
+# Fleets of vLLM engines.
+test-ray-fleets: env-trainers
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_fleet.py
+
+# One engine, also of SGLang, and the example.
+test-ray-others: env-trainers env-verl-sglang
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray --ignore tests/ray/test_sglang.py --ignore tests/ray/test_fleet.py
 	$(VERL_SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_sglang.py
 	$(TRAINERS_ENV)/bin/python -m integration.ray_grpo --quick --out .pytest_cache/$@
 

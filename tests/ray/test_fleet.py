@@ -13,6 +13,7 @@ import psutil
 import pytest
 import ray
 import torch
+from ray.util.placement_group import placement_group_table
 from rich.console import Console
 
 from integration.waiting import wait_until
@@ -312,10 +313,11 @@ def test_the_ranks_of_an_engine_stay_in_its_bundle(cluster: None, folder: Path) 
 
 
 def test_an_engine_that_cannot_start_leaves_no_fleet(cluster: None, folder: Path) -> None:
-    before = ray.available_resources().get("CPU")
+    before = set(placement_group_table())
     arguments = engine_options(folder, max_model_len=1 << 30)
     with pytest.raises(Exception, match="max_model_len|1073741824"):
         EngineFleet.start(EngineDescription("vllm", arguments), 1)
-    wait_until(lambda: ray.available_resources().get("CPU") == before, "the placement group is removed")
+    (made,) = set(placement_group_table()) - before
+    wait_until(lambda: placement_group_table()[made]["state"] == "REMOVED", "the placement group is removed")
     with pytest.raises(InvalidRequestError, match="no engine 'other'"):
         EngineFleet.start(EngineDescription("other", arguments), 1)
