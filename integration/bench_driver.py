@@ -15,12 +15,18 @@ half a second to scrub freed memory.
     copy_hash_and_unmap_s             the same, while the weights are hashed too: a sleep at level 1 does this
     hash_s                            hash the weights by the Triton kernel
     hash_by_torch_s                   hash the weights by torch's operators
+    step_s                            a step of 20 small kernels, with nothing beside it
+    lock_s, longest_step_lock_s       allocate page-locked memory for the weights in the background, as an engine does
+                                      it, and the longest of the steps that run meanwhile
+    unlock_s, longest_step_unlock_s   give it back, likewise
+    lock_whole_s, ...                 the same four, with all pages locked by one call, as a trainer does it
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +55,7 @@ class Bench:
         self._records = records
         self._driver = Driver(0)
         self._device = CudaDevice(0)
+        self._counts = torch.zeros(MiB, device="cuda")
 
     def timed(self, metric: str, run: Callable[[], Any], nbytes: int = TOTAL) -> Any:
         self._device.synchronize()
@@ -111,6 +118,39 @@ class Bench:
         self.timed("hash_s", lambda: self._device.fingerprint(weights), WEIGHTS)
         self.timed("hash_by_torch_s", lambda: fingerprint([self._device.view(block) for block in weights]), WEIGHTS)
 
+    def locks(self, *, serves: bool) -> None:
+        """Lock and unlock host memory beside small kernels. `serves`: as an engine."""
+        suffix = "" if serves else "_whole"
+        arena = PinnedArena(0, serves=serves)
+        preparation = arena.prepare([WEIGHTS])
+        assert preparation is not None
+        self._beside_steps(f"lock{suffix}", preparation)
+        assert arena.held_bytes == WEIGHTS
+        assert not arena.notes, arena.notes
+        closing = threading.Thread(target=arena.close)
+        closing.start()
+        self._beside_steps(f"unlock{suffix}", closing)
+
+    def _beside_steps(self, name: str, work: threading.Thread) -> None:
+        start = time.perf_counter()
+        longest = 0.0
+        while work.is_alive():
+            longest = max(longest, self._step())
+        self._records.add(f"{name}_s", [time.perf_counter() - start], "s", {"bytes": WEIGHTS})
+        self._records.add(f"longest_step_{name}_s", [longest], "s")
+
+    def steps(self) -> None:
+        for _ in range(100):
+            self._step()  # the first load the kernel
+        self._records.add("step_s", [self._step() for _ in range(1000)], "s")
+
+    def _step(self) -> float:
+        start = time.perf_counter()
+        for _ in range(20):
+            self._counts.add_(1)
+        self._counts.sum().item()  # with a copy to the host
+        return time.perf_counter() - start
+
     def free(self, blocks: list[Block]) -> None:
         self.unmap(blocks)
         for block in blocks:
@@ -127,7 +167,11 @@ def main() -> None:
     common = described("bench_driver", "none", "driver", "plugin", arguments.commit, words=words)
     assert hash_kernel.usable(torch.device("cuda", 0))  # compiles the kernel
     bench = Bench(Records(arguments.out, common))
-    arena = PinnedArena(0)
+    bench.steps()
+    for _ in range(arguments.cycles):
+        for serves in (True, False):
+            bench.locks(serves=serves)
+    arena = PinnedArena(0, serves=True)
     host = arena.acquire(WEIGHTS)
     for count, suffix in ((5, "_5"), (150, "")):
         blocks = bench.allocate(count)
