@@ -163,7 +163,7 @@ def main() -> None:
     add_commit(parser)
     parser.add_argument("--out", type=Path, required=True, help="JSON file for the records")
     arguments = parser.parse_args()
-    words = ["--out", "results.json"]
+    words = ["--cycles", str(arguments.cycles), "--out", "results.json"]
     common = described("bench_driver", "none", "driver", "plugin", arguments.commit, words=words)
     assert hash_kernel.usable(torch.device("cuda", 0))  # compiles the kernel
     bench = Bench(Records(arguments.out, common))
