@@ -26,7 +26,7 @@ from integration.json_process import Child, serve
 from integration.models import SHAPES, checkpoint_shapes
 from integration.records import Records
 from integration.subjects import add_commit, described
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.trainer import release_mapped

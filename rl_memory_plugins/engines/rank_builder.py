@@ -13,7 +13,7 @@ from rl_memory_plugins.engines.communicators import stage_captures
 from rl_memory_plugins.engines.saved_layers import SavedLayers
 from rl_memory_plugins.errors import EngineFaultError
 from rl_memory_plugins.memory.allocator import Allocator, Block
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.shared_buffers import SharedBuffers
 from rl_memory_plugins.rank import RankAgent

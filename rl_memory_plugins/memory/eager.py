@@ -9,7 +9,8 @@ from functools import partial
 
 from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.allocator import Allocator, Block
-from rl_memory_plugins.memory.backup import Backup, PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
+from rl_memory_plugins.memory.backup import Backup
 from rl_memory_plugins.memory.preparation import AllocationCancelled
 from rl_memory_plugins.memory.ranges import intersect
 from rl_memory_plugins.memory.shared_backup import share, sources

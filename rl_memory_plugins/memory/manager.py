@@ -13,7 +13,8 @@ from types import MappingProxyType
 
 from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
-from rl_memory_plugins.memory.backup import Backup, PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
+from rl_memory_plugins.memory.backup import Backup
 from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.ranges import intersect, merge, subtract
 from rl_memory_plugins.memory.sleep_copies import SleepCopies

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.backup import STEP_BYTES, PagedArena, Step, address_of
+from rl_memory_plugins.memory.arena import STEP_BYTES, PagedArena, Step, address_of
 from rl_memory_plugins.memory.copies import by_pieces, end_of_piece
 from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc, whole_pages
 from rl_memory_plugins.memory.preparation import (
@@ -29,6 +29,7 @@ from rl_memory_plugins.memory.preparation import (
     Preparation,
     PrepareMode,
     always,
+    at_once,
 )
 from rl_memory_plugins.memory.shared_buffers import File, Map
 from rl_memory_plugins.memory.threads import await_end, in_parallel
@@ -163,6 +164,8 @@ class PinnedArena(PagedArena):
         in_advance: bool = True,
     ) -> int:
         """Allocate a buffer in the background; see `Preparation`."""
+        # A cancelled buffer is freed slowly, unless a sleep may wait: for a copy's end, or the lock of a shared buffer.
+        may_be_slow = in_advance and file is None
 
         @contextmanager
         def step(rest: int) -> Iterator[bool]:
@@ -174,7 +177,7 @@ class PinnedArena(PagedArena):
                     self._check_spare(rest)
                 yield not awaited()
 
-        return self._allocate(nbytes, step, file)
+        return self._allocate(nbytes, step, file, self._between_pieces(awaited) if may_be_slow else at_once)
 
     def _check_spare(self, nbytes: int) -> None:
         """Leave host memory for others: sleeps may never use memory that was allocated in advance."""
@@ -183,14 +186,14 @@ class PinnedArena(PagedArena):
         if nbytes + spare > free:
             raise self._error(nbytes, free - spare + self._margin_bytes, f"free beyond a reserve of {spare}")
 
-    def _end_background_work(self) -> bool:
+    def _await_background_work(self) -> bool:
         running = self._running()
         for preparation in running:
             preparation.end()
         for preparation in running:
             if preparation is not threading.current_thread():  # a finaliser may run anywhere
                 await_end(preparation)
-        return super()._end_background_work() or bool(running)
+        return super()._await_background_work() or bool(running)
 
     def _fill(self, mapping: mmap.mmap, step: Step, file: File | None = None) -> None:
         address, nbytes = address_of(mapping), len(mapping)
@@ -237,9 +240,10 @@ class PinnedArena(PagedArena):
             self._registered.setdefault(mapping, []).append(piece.address)
         return 0
 
-    def _unlock_pages(self, mapping: int) -> int:
+    def _unlock_pages(self, mapping: int, pause: Callable[[], None]) -> int:
         pieces = self._registered[mapping]
         while pieces:
+            pause()
             code = self._unregister(pieces[-1])
             if code != 0:
                 return code
@@ -256,15 +260,15 @@ class PinnedArena(PagedArena):
         with torch.cuda.device(self._index):
             return int(torch.cuda.cudart().cudaHostUnregister(address))
 
-    def _discard(self, address: int, mapping: mmap.mmap) -> None:
+    def _discard(self, address: int, mapping: mmap.mmap, pause: Callable[[], None]) -> None:
         if address in self._registered:
             self._kept.append(mapping)
-            (code,) = in_parallel([partial(self._unlock_pages, address)], _PAGES, to_the_end=True)
+            (code,) = in_parallel([partial(self._unlock_pages, address, pause)], _PAGES, to_the_end=True)
             if code != 0:
                 logger.error("host memory could not be unlocked (CUDA error %d), so it is not freed", code)
                 return
             self._kept.remove(mapping)
-        super()._discard(address, mapping)
+        super()._discard(address, mapping, pause)
 
 
 def _check_not_cancelled(go_on: Asked) -> None:

@@ -32,6 +32,14 @@ def always() -> bool:
     return True
 
 
+def never() -> bool:
+    return False
+
+
+def at_once() -> None:
+    """No pause."""
+
+
 class Demand:
     """Whether sleeps need host memory for all weights, as past sleeps suggest.
 

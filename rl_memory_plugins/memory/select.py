@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.memory.allocator import Allocator
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.faults import FaultyAllocator
 from rl_memory_plugins.memory.preparation import PrepareMode
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Device
-from rl_memory_plugins.memory.backup import STEP_BYTES, Backup, PagedArena
+from rl_memory_plugins.memory.arena import STEP_BYTES, PagedArena
+from rl_memory_plugins.memory.backup import Backup
 from rl_memory_plugins.memory.copies import copies_of
 from rl_memory_plugins.memory.preparation import AllocationCancelled, Asked, always
 from rl_memory_plugins.memory.ranges import intersect, merge, subtract

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from rl_memory_plugins.errors import RLMemoryError, as_rl_memory_error
 from rl_memory_plugins.memory.allocator import Allocator, Block
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.reclaim import Reclaim
 from rl_memory_plugins.memory.weights_content import WeightsContent
 from rl_memory_plugins.timing import Steps, timed
@@ -72,11 +72,11 @@ class Transitions(WeightsContent):
     @contextmanager
     def _acting(self) -> Iterator[None]:
         """While the body runs, no other transition begins: a signal handler may ask for one."""
-        self._acts_in = os.getpid()
+        self._acts_in, self.arena.is_busy = os.getpid(), True
         try:
             yield
         finally:
-            self._acts_in = 0
+            self._acts_in, self.arena.is_busy = 0, False
 
     @contextmanager
     def _naming_changes(self) -> Iterator[None]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from rl_memory_plugins.errors import DeviceMemoryError, EngineFaultError, StateConflictError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Reservation
-from rl_memory_plugins.memory.backup import Backup, PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
+from rl_memory_plugins.memory.backup import Backup
 from rl_memory_plugins.memory.draft_state import DraftState
 from rl_memory_plugins.memory.eager import EagerBackup
 from rl_memory_plugins.memory.ranges import intersect, merge, subtract

@@ -22,7 +22,7 @@ import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.memory.adoption import bytes_of, in_groups, make_room
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.pinned import PinnedArena

@@ -11,7 +11,8 @@ from processes import gpu_memory_taken, memory_taker, run
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory import cuda_driver, cuda_vmm
-from rl_memory_plugins.memory.backup import Backup, PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
+from rl_memory_plugins.memory.backup import Backup
 from rl_memory_plugins.memory.cuda_device import gpu_name
 from rl_memory_plugins.memory.cuda_vmm import TORCH_SYMBOLS, CudaVmmAllocator
 from rl_memory_plugins.memory.manager import MemoryManager

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.torch_saver import TorchSaverAllocator

@@ -16,7 +16,7 @@ from typing import Any
 from rl_memory_plugins.capabilities import Capabilities
 from rl_memory_plugins.commands import decode_reply
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.rank import RankAgent, encode_call

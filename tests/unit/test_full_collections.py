@@ -14,7 +14,7 @@ import torch
 from rl_memory_plugins import full_collections
 from rl_memory_plugins.errors import InvalidRequestError, WeightUpdateError
 from rl_memory_plugins.full_collections import postponed
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.trainer import push_from_all, push_weights

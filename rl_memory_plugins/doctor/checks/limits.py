@@ -60,7 +60,7 @@ def _page_lock() -> str:
     import mmap
 
     from rl_memory_plugins.errors import RLMemoryError
-    from rl_memory_plugins.memory.backup import address_of
+    from rl_memory_plugins.memory.arena import address_of
     from rl_memory_plugins.weights.cuda_ipc import CudaGpu
 
     try:

@@ -20,7 +20,7 @@ from rl_memory_plugins.engines.sglang.registered_memory import RegisteredMemory
 from rl_memory_plugins.errors import UnsupportedError, unsupported
 from rl_memory_plugins.hooking import Hooks
 from rl_memory_plugins.memory.allocator import Allocator, Block
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.select import choose_allocator
 from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.weights.adapters import AdapterSlots

@@ -10,7 +10,7 @@ import torch
 
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.rank_builder import build_agent, build_manager
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.host import HostAllocator
 from rl_memory_plugins.rank import RankAgent
 from rl_memory_plugins.tags import Level, Tag

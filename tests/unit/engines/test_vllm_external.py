@@ -12,7 +12,7 @@ from torch.distributed import HashStore
 
 from rl_memory_plugins.engines.vllm import external
 from rl_memory_plugins.engines.vllm.external import ExternalRanks
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.host import HostAllocator
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.rank import RankAgent

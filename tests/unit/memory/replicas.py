@@ -16,7 +16,7 @@ from helpers import FakeRank, sleep, wake
 from rl_memory_plugins.errors import RLMemoryError, from_record
 from rl_memory_plugins.memory import pinned, shared_buffers
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.pinned import PinnedArena
 from rl_memory_plugins.memory.shared_buffer import SharedBuffer
 from rl_memory_plugins.memory.shared_buffers import SharedBuffers

@@ -11,7 +11,8 @@ import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Allocator, Block, Device
-from rl_memory_plugins.memory.backup import Backup, PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
+from rl_memory_plugins.memory.backup import Backup
 from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
 from rl_memory_plugins.memory.host import HostAllocator
 from rl_memory_plugins.memory.manager import MemoryManager

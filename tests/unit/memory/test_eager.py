@@ -12,7 +12,7 @@ import torch
 from helpers import FakeRank
 
 from rl_memory_plugins.memory import backup as backup_module
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.eager import EagerBackup
 from rl_memory_plugins.memory.fake import GARBAGE_BYTE
 from rl_memory_plugins.memory.host import PAGE, HostAllocator

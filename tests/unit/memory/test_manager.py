@@ -11,6 +11,7 @@ from rl_memory_plugins.errors import (
     HostMemoryError,
     StateConflictError,
 )
+from rl_memory_plugins.memory import arena as arena_module
 from rl_memory_plugins.memory import backup as backup_module
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.fake import GARBAGE_BYTE
@@ -473,7 +474,7 @@ def test_host_memory_error_comes_before_anything_is_released():
 
 
 def test_free_host_memory_bounds_the_arena(monkeypatch, rank):
-    monkeypatch.setattr(backup_module, "free_host_bytes", lambda: 4096)
+    monkeypatch.setattr(arena_module, "free_host_bytes", lambda: 4096)
     with pytest.raises(HostMemoryError):
         rank.manager.prepare_sleep(Level.PRESERVE, PUBLIC_TAGS)
     sleep(rank, tags=[Tag.KV_CACHE])  # whose scales need one page
@@ -824,3 +825,23 @@ def test_what_the_arena_cannot_do_is_noted() -> None:
     rank = FakeRank(notes=["no graphs"])
     rank.arena.notes.append("pages are not locked")
     assert rank.manager.status().notes == ("no graphs", "pages are not locked")
+
+
+def test_the_host_memory_knows_while_a_sleep_or_a_wake_acts(monkeypatch):
+    rank = FakeRank()
+    seen = []
+
+    def noting(call):
+        def run(*arguments):
+            seen.append(rank.manager.arena.is_busy)
+            return call(*arguments)
+
+        return run
+
+    for name in ("reserve", "release"):
+        monkeypatch.setattr(rank.allocator, name, noting(getattr(rank.allocator, name)))
+    sleep(rank)
+    assert not rank.manager.arena.is_busy
+    wake(rank)
+    assert not rank.manager.arena.is_busy
+    assert len(seen) >= 6 and all(seen)

@@ -17,9 +17,12 @@ import pytest
 from helpers import interrupts, refuse_threads
 
 from integration.waiting import wait_until
+from rl_memory_plugins.memory import arena as arena_module
 from rl_memory_plugins.memory import copies, pinned, preparation
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.backup import address_of
+from rl_memory_plugins.memory.arena import address_of
+from rl_memory_plugins.memory.preparation import Demand
+from rl_memory_plugins.memory.shared_buffers import File
 
 MiB = 1 << 20
 
@@ -46,7 +49,7 @@ def test_pages_can_still_be_made_while_python_ends():
     code = """
         import mmap, threading, time
         from rl_memory_plugins.memory import pinned
-        from rl_memory_plugins.memory.backup import address_of
+        from rl_memory_plugins.memory.arena import address_of
 
         def make():
             threading.main_thread().join()
@@ -315,3 +318,90 @@ def test_a_piece_that_stays_locked_keeps_the_mapping(serving, monkeypatch):
     serving.close()
     assert ctypes.c_char.from_address(stays).value == b"\0"  # a fault if it were gone
     assert serving.held_bytes == 0 and len(serving._kept) == 1
+
+
+# -- memory that the background gives back beside a sleep or a wake -------------------------------------------
+
+
+@pytest.fixture
+def unneeded(serving, monkeypatch):
+    """Sleeps at level 2 have shown that nobody needs the memory that is made."""
+    monkeypatch.setattr(serving, "demand", Demand("auto"))
+    return serving
+
+
+@pytest.fixture
+def pauses(monkeypatch):
+    """The pauses of the background, which take no time."""
+    made = []
+    monkeypatch.setattr(arena_module, "time", SimpleNamespace(sleep=made.append))
+    return made
+
+
+def give_back(arena) -> None:
+    arena.note_sleep(preserving=False)
+    arena.settle()
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_a_sleep_or_a_wake_has_the_driver_nearly_for_itself(unneeded, pauses, monkeypatch, is_busy):
+    driver = Driver(monkeypatch, unneeded)
+    unneeded.prepare([18 * MiB]).join()
+    locked = len(driver.locked)
+    unneeded.is_busy = is_busy
+    give_back(unneeded)
+    unneeded._settling.join()
+    assert driver.locked == {} and unneeded.held_bytes == 0
+    unmapped = 1  # the pages too are freed in pieces, which are larger
+    assert pauses == [arena_module.PAUSE_S] * (locked + unmapped if is_busy else 0)
+
+
+def test_nothing_pauses_once_somebody_waits_for_the_memory(unneeded, monkeypatch):
+    begun, pauses = threading.Event(), []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        begun.set()
+        wait_until(lambda: unneeded._waiting, "somebody who waits")
+
+    monkeypatch.setattr(arena_module, "time", SimpleNamespace(sleep=pause))
+    driver = Driver(monkeypatch, unneeded)
+    unneeded.prepare([18 * MiB]).join()
+    unneeded.is_busy = True
+    give_back(unneeded)
+    assert begun.wait(60)
+    unneeded.free_idle()
+    assert driver.locked == {} and len(pauses) == 1
+    assert unneeded._waiting == 0
+
+
+def test_what_a_sleep_makes_unneeded_before_it_is_whole_is_given_back_slowly_too(unneeded, pauses, monkeypatch):
+    stopped = stops_after_two(monkeypatch)
+    driver = Driver(monkeypatch, unneeded)
+    preparation_of_all = unneeded.prepare([18 * MiB])
+    assert stopped.wait(60)
+    locked = len(driver.locked)
+    unneeded.is_busy = True
+    unneeded.note_sleep(preserving=False)
+    preparation_of_all.join()
+    assert driver.locked == {} and unneeded.held_bytes == 0
+    assert locked >= 2 and len(pauses) == locked + 1
+
+
+def test_a_shared_file_is_freed_at_once_because_a_sleep_may_want_the_lock_of_who_frees_it(
+    unneeded, pauses, monkeypatch
+):
+    stopped = stops_after_two(monkeypatch)
+    driver = Driver(monkeypatch, unneeded)
+    fd = os.memfd_create("test")
+    try:
+        os.ftruncate(fd, 18 * MiB)
+        file = File(fd, is_new=True)
+        preparation_of_file = unneeded.prepare_file(18 * MiB, lambda map_file: map_file(file, 18 * MiB))
+        assert stopped.wait(60) and driver.locked
+        unneeded.is_busy = True
+        unneeded.note_sleep(preserving=False)
+        preparation_of_file.join()
+        assert driver.locked == {} and pauses == []
+    finally:
+        os.close(fd)

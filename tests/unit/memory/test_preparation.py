@@ -13,7 +13,7 @@ from helpers import FakeRank, sleep, wake
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import HostMemoryError
 from rl_memory_plugins.memory import pinned, preparation, reclaim
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.preparation import PATIENCE, AllocationCancelled, Demand
 from rl_memory_plugins.private_directory import one_at_a_time, private_directory, try_lock
 from rl_memory_plugins.tags import Content, Level
@@ -363,10 +363,10 @@ def test_a_sleep_waits_for_what_is_being_given_back_rather_than_fail(arenas, pag
     begun, go_on = threading.Event(), threading.Event()
     discard = arena._discard
 
-    def slowly(address, mapping):
+    def slowly(address, mapping, pause):
         begun.set()
         assert go_on.wait(TIMEOUT_S)
-        discard(address, mapping)
+        discard(address, mapping, pause)
 
     monkeypatch.setattr(arena, "_discard", slowly)
     arena.note_sleep(preserving=False)

@@ -14,7 +14,7 @@ from integration.waiting import wait_until
 from rl_memory_plugins.config import RLMemoryConfig
 from rl_memory_plugins.engines.rank_builder import build_manager
 from rl_memory_plugins.memory import pinned
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.fake import FakeAllocator
 from rl_memory_plugins.memory.open_buffers import Entry, others
 from rl_memory_plugins.memory.pinned import PinnedArena

@@ -12,8 +12,8 @@ from models import Tied, same, whole
 from torch import nn
 
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, InvalidRequestError, UnsupportedError
-from rl_memory_plugins.memory import adoption, backup
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory import adoption, arena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.host_memory import whole_pages
 from rl_memory_plugins.memory.pinned import PinnedArena
 from rl_memory_plugins.memory.preparation import always
@@ -177,7 +177,7 @@ def test_an_offload_leaves_host_memory_free(monkeypatch):
     model = Tied()
     expected = whole(model)
     offloader = Offloader(model, moves=everything)
-    monkeypatch.setattr(backup, "free_host_bytes", lambda: offloading.HOST_MARGIN_BYTES + 4096)
+    monkeypatch.setattr(arena, "free_host_bytes", lambda: offloading.HOST_MARGIN_BYTES + 4096)
     with pytest.raises(HostMemoryError) as error:
         offloader.offload()
     assert error.value.details["margin_bytes"] == offloading.HOST_MARGIN_BYTES

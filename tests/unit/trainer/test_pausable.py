@@ -24,7 +24,7 @@ from rl_memory_plugins.errors import (
     StateConflictError,
     UnsupportedError,
 )
-from rl_memory_plugins.memory import backup
+from rl_memory_plugins.memory import arena
 from rl_memory_plugins.trainer import HandoffReport, ModelSource, Moved, Offloader, PausableMemory, RolloutHandoff
 from rl_memory_plugins.trainer.offloading import plain_parts
 from rl_memory_plugins.trainer.sleepers import sleepers
@@ -498,7 +498,7 @@ def test_too_little_host_memory_leaves_all_awake(monkeypatch):
     model = Tied(width=WIDTH)
     expected = whole(model)
     memory = PausableMemory(model)
-    monkeypatch.setattr(backup, "free_host_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(arena, "free_host_bytes", lambda: 1 << 20)
     with pytest.raises(HostMemoryError):
         memory.sleep()
     assert set(states(memory).values()) == {"resident"}

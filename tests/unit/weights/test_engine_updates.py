@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 from rl_memory_plugins.engines.vllm.update_session import WatchedLoads, prepare_reload
 from rl_memory_plugins.errors import StateConflictError
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.host import HostAllocator
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.memory.weights_content import KeptWeights

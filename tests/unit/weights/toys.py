@@ -6,7 +6,7 @@ import weakref
 import torch
 
 from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.memory.backup import PagedArena
+from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.fake import FakeAllocator, FakeDevice
 from rl_memory_plugins.memory.manager import MemoryManager
 from rl_memory_plugins.trainer import ModelSource
