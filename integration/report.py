@@ -239,7 +239,8 @@ def wire_pages(runs: dict[Run, Metrics]) -> list[str]:
         records = [subjects["plugin"] for subjects in metrics.values() if subjects["plugin"]["unit"] == "s"]
         first = records[0]
         alone = "The driver alone" if run.model == DRIVER else f"The weight stream alone, {run.model} shape"
-        title = f"### {', '.join(filter(None, [alone, run.host]))} ({first['bytes'] / 1e9:.1f} GB), {first['gpu']}"
+        nbytes = max(record.get("bytes", 0) for record in records)  # some rows are of a part, or of no bytes
+        title = f"### {', '.join(filter(None, [alone, run.host]))} ({nbytes / 1e9:.1f} GB), {first['gpu']}"
         pages += [title, "", "| | median | best | worst |", "|---|---:|---:|---:|"]
         for record in records:
             name = record["metric"].removesuffix("_s").replace("_", " ")

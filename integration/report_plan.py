@@ -88,7 +88,8 @@ def _gpu(record: dict[str, Any]) -> str:
 
 
 def _asleep(results: Path, planned: Planned) -> Iterator[Compared]:
-    fitted_in = ("sleep-vllm-0.32.0-7b-third-host", "sleep-sglang-0.5.20-7b-third-host")
+    gpu_of = ("sleep-vllm-0.33.0-7b", "sleep-vllm-0.33.0-32b", "sleep-sglang-0.5.20-7b-third-host")
+    host_of = ("sleep-vllm-0.32.0-7b-third-host", "sleep-sglang-0.5.20-7b-third-host")
     for path, found in _records(results, "sleep-*.json"):
         metrics = found["plugin"]
         if "host_held_mib" not in metrics:  # measured at level 2 only
@@ -97,14 +98,13 @@ def _asleep(results: Path, planned: Planned) -> Iterator[Compared]:
         fraction = float(about["command"].split("--memory ")[1].split()[0])
         common = {"gpu": _gpu(about), "engine": about["engine"], "fraction": fraction, "max_running": 64, "level": 1}
         made = planned(SHAPES[about["model"]], trainer="none", **common)
-        fitted = path.stem in fitted_in
         if "gpu_left_mib" in metrics:
             slack = CACHE_MIB if about["commit"] == OLD_COMMIT else 0
             left = metrics["gpu_left_mib"]["median"]
             sizes = left, made.phase("sleep").total / MIB
-            yield Compared(path.stem, "plugin", "GPU, asleep", *sizes, fitted, slack)
+            yield Compared(path.stem, "plugin", "GPU, asleep", *sizes, path.stem in gpu_of, slack)
         host = metrics["host_held_mib"]["median"]
-        yield Compared(path.stem, "plugin", "host, asleep", host, made.host_total / MIB, fitted)
+        yield Compared(path.stem, "plugin", "host, asleep", host, made.host_total / MIB, path.stem in host_of)
 
 
 def _ranks(results: Path, planned: Planned) -> Iterator[Compared]:

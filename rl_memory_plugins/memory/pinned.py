@@ -62,8 +62,9 @@ class PinnedArena(PagedArena):
         max_bytes, margin_bytes, mode: See `PagedArena`.
         threads: The number of threads that touch pages; by default one for each core, at most 16.
         serves: Whether the process answers requests meanwhile. To lock the pages of 15 GB takes the driver 0.4 s, and
-            its other calls seem to wait for that and for the unlocking. An engine therefore locks the pages in pieces.
-            In the background each step locks one. Only `CudaDevice` may copy from and to such memory.
+            all work on the GPU waits for that, and for the unlocking (`integration/bench_driver.py` measures it). An
+            engine therefore locks the pages in pieces. In the background each step locks one. Only `CudaDevice` may
+            copy from and to such memory.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ def plan_engine(model: Model, options: Options) -> EnginePlan:
     own = ENGINES[options.engine]
     total = options.card.total
     weights = model.weight_bytes(ranks, width)
-    asleep = {"context": own.context, "workspace": own.workspace}
+    asleep = {"context": own.context, "workspace": own.workspace + own.layer * sizes.layers}
     if ranks > 1:
         asleep["nccl"] = own.communicators
     process = sum(asleep.values())

@@ -17,6 +17,7 @@ class EngineSizes(NamedTuple):
     Attributes:
         context: CUDA's context.
         workspace: Workspaces, and all else that stays during a sleep.
+        layer: What stays of each layer besides.
         communicators: NCCL's memory and the buffers of all-reduces, with more than one rank.
         graph: Of the CUDA graph of one batch size in one layer.
         host: Resident host memory of the engine's processes, without copies of weights.
@@ -25,6 +26,7 @@ class EngineSizes(NamedTuple):
 
     context: int
     workspace: int
+    layer: int
     communicators: int
     graph: int
     host: int
@@ -33,13 +35,15 @@ class EngineSizes(NamedTuple):
 
 ENGINES = {
     "vllm": EngineSizes(
-        # sleep-vllm-0.32.0-7b-third-host.json, gpu_left_mib 1055: context 680, workspace 180, other 158, and 37 more
-        context=680 * MIB,
-        workspace=375 * MIB,
+        # sleep-vllm-0.33.0-7b.json, gpu_left_mib 981: context 746, workspace 106, other 92, and 37 more; 28 layers.
+        # sleep-vllm-0.33.0-32b.json, 1207: context 746, workspace 124, other 204, and 133 more; 64 layers.
+        context=746 * MIB,
+        workspace=59 * MIB,
+        layer=int(6.28 * MIB),
         # ranks-vllm-0.33.0-7b-tp2-h200.json, left_mib_first 1789, less the above
-        communicators=734 * MIB,
+        communicators=808 * MIB,
         # grpo-vllm-0.26.0-h200.json, "all of the GPU" 109892, less the rest of its plan: 67 batch sizes, 28 layers
-        graph=int(1.51 * MIB),
+        graph=int(1.55 * MIB),
         # sleep-vllm-0.32.0-7b-third-host.json, host_held_mib 17418, less 14525 of weights and 465 of graphs
         host=2428 * MIB,
         host_rank=1500 * MIB,  # not measured
@@ -48,9 +52,10 @@ ENGINES = {
         # sleep-sglang-0.5.20-7b-third-host.json, gpu_left_mib 1068: context 680, workspace 270, other 80, and 38 more
         context=680 * MIB,
         workspace=388 * MIB,
+        layer=0,  # sleep-sglang-0.5.23-32b.json: 32 MiB more with 36 layers more
         # ranks-sglang-0.5.23-7b-tp2-h200.json, left_mib_first 2582, less the above
         communicators=1514 * MIB,
-        graph=int(1.51 * MIB),  # vLLM's
+        graph=int(1.55 * MIB),  # vLLM's
         # sleep-sglang-0.5.20-7b-third-host.json, host_held_mib 18732, less 14525 of weights and 465 of graphs
         host=3742 * MIB,
         host_rank=1500 * MIB,  # not measured
