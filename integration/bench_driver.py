@@ -130,6 +130,8 @@ class Bench:
         closing = threading.Thread(target=arena.close)
         closing.start()
         self._beside_steps(f"unlock{suffix}", closing)
+        assert arena.held_bytes == 0
+        assert not arena._kept, "host memory stays locked"
 
     def _beside_steps(self, name: str, work: threading.Thread) -> None:
         start = time.perf_counter()

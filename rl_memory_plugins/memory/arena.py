@@ -20,8 +20,6 @@ from rl_memory_plugins.memory.preparation import (
     Preparation,
     PrepareMode,
     always,
-    at_once,
-    never,
 )
 from rl_memory_plugins.memory.shared_buffers import File, Map, SharedBuffers
 from rl_memory_plugins.memory.threads import await_end
@@ -32,6 +30,14 @@ STEP_BYTES = 256 << 20
 Step = Callable[[int], AbstractContextManager[bool]]
 """The context of one step of an allocation. The argument is the number of bytes still to allocate. The context's value
 says whether the step leaves the processors to others. May raise `AllocationCancelled`."""
+
+
+def never() -> bool:
+    return False
+
+
+def at_once() -> None:
+    """No pause."""
 
 
 class PagedArena:
@@ -46,7 +52,7 @@ class PagedArena:
         notes: Limitations of the arena, for `memory_status`.
         shared: Buffers that this process shares with others; `None` if it shares none.
         is_busy: Whether a sleep or a wake acts, as the manager says. Meanwhile the background gives back little memory:
-            each of their hundreds of calls of the driver waits while a piece is unlocked.
+            each of the hundreds of driver calls of a sleep or a wake waits while a piece is unlocked.
     """
 
     def __init__(self, max_bytes: int = 0, margin_bytes: int = 0, mode: PrepareMode = "auto") -> None:
@@ -239,7 +245,7 @@ class PagedArena:
     def _between_pieces(self, awaited: Asked = never) -> Callable[[], None]:
         """The pause of background work between two pieces of memory that it frees. `awaited`: whether somebody waits.
 
-        For a caller without a lock that a sleep may want.
+        The caller holds no lock that a sleep may want.
         """
 
         def pause() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.arena import STEP_BYTES, PagedArena, Step, address_of
+from rl_memory_plugins.memory.arena import STEP_BYTES, PagedArena, Step, address_of, at_once
 from rl_memory_plugins.memory.copies import by_pieces, end_of_piece
 from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc, whole_pages
 from rl_memory_plugins.memory.preparation import (
@@ -29,7 +29,6 @@ from rl_memory_plugins.memory.preparation import (
     Preparation,
     PrepareMode,
     always,
-    at_once,
 )
 from rl_memory_plugins.memory.shared_buffers import File, Map
 from rl_memory_plugins.memory.threads import await_end, in_parallel
@@ -165,8 +164,6 @@ class PinnedArena(PagedArena):
         in_advance: bool = True,
     ) -> int:
         """Allocate a buffer in the background; see `Preparation`."""
-        # A cancelled buffer is freed slowly, unless a sleep may wait: for a copy's end, or the lock of a shared buffer.
-        may_be_slow = in_advance and file is None
 
         @contextmanager
         def step(rest: int) -> Iterator[bool]:
@@ -178,7 +175,9 @@ class PinnedArena(PagedArena):
                     self._check_spare(rest)
                 yield not awaited()
 
-        return self._allocate(nbytes, step, file, self._between_pieces(awaited) if may_be_slow else at_once)
+        # Who frees a shared buffer holds its lock, which a sleep may want.
+        between = at_once if file is not None else self._between_pieces(awaited)
+        return self._allocate(nbytes, step, file, between)
 
     def _check_spare(self, nbytes: int) -> None:
         """Leave host memory for others: sleeps may never use memory that was allocated in advance."""

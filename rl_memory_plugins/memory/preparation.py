@@ -32,14 +32,6 @@ def always() -> bool:
     return True
 
 
-def never() -> bool:
-    return False
-
-
-def at_once() -> None:
-    """No pause."""
-
-
 class Demand:
     """Whether sleeps need host memory for all weights, as past sleeps suggest.
 
@@ -93,7 +85,7 @@ class Preparation(threading.Thread):
         self.start()
 
     def end(self) -> None:
-        """Stop the thread. It frees an unfinished buffer within one step. Does not wait."""
+        """Stop the thread within one step. It frees an unfinished buffer. Does not wait."""
         self._ended.set()
 
     def await_buffer(self, nbytes: int, go_on: Asked, awaited: Asked = always) -> None:
@@ -123,6 +115,10 @@ class Preparation(threading.Thread):
     def hurry(self) -> None:
         """Somebody waits: from now on the processors are for this thread."""
         self._awaited.set()
+
+    @property
+    def is_awaited(self) -> bool:
+        return self._awaited.is_set()
 
     def _pending(self, nbytes: int) -> threading.Event | None:
         if self._ended.is_set():

@@ -17,7 +17,7 @@ class EngineSizes(NamedTuple):
     Attributes:
         context: CUDA's context.
         workspace: Workspaces, and all else that stays during a sleep.
-        layer: What stays of each layer besides.
+        layer: What stays during a sleep for each layer, beside the workspace.
         communicators: NCCL's memory and the buffers of all-reduces, with more than one rank.
         graph: Of the CUDA graph of one batch size in one layer.
         host: Resident host memory of the engine's processes, without copies of weights.
@@ -42,8 +42,9 @@ ENGINES = {
         layer=int(6.28 * MIB),
         # ranks-vllm-0.33.0-7b-tp2-h200.json, left_mib_first 1789, less the above
         communicators=808 * MIB,
-        # grpo-vllm-0.26.0-h200.json, "all of the GPU" 109892, less the rest of its plan: 67 batch sizes, 28 layers
-        graph=int(1.55 * MIB),
+        # grpo-vllm-0.26.0-h200.json, "all of the GPU" 109892, less the rest of its plan with 1055 asleep: 67 batch
+        # sizes, 28 layers
+        graph=int(1.51 * MIB),
         # sleep-vllm-0.32.0-7b-third-host.json, host_held_mib 17418, less 14525 of weights and 465 of graphs
         host=2428 * MIB,
         host_rank=1500 * MIB,  # not measured
@@ -55,7 +56,7 @@ ENGINES = {
         layer=0,  # sleep-sglang-0.5.23-32b.json: 32 MiB more with 36 layers more
         # ranks-sglang-0.5.23-7b-tp2-h200.json, left_mib_first 2582, less the above
         communicators=1514 * MIB,
-        graph=int(1.55 * MIB),  # vLLM's
+        graph=int(1.51 * MIB),  # vLLM's
         # sleep-sglang-0.5.20-7b-third-host.json, host_held_mib 18732, less 14525 of weights and 465 of graphs
         host=3742 * MIB,
         host_rank=1500 * MIB,  # not measured

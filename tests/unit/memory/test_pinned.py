@@ -327,6 +327,7 @@ def test_a_piece_that_stays_locked_keeps_the_mapping(serving, monkeypatch):
 def unneeded(serving, monkeypatch):
     """Sleeps at level 2 have shown that nobody needs the memory that is made."""
     monkeypatch.setattr(serving, "demand", Demand("auto"))
+    monkeypatch.setattr(pinned, "SPARE_SHARE", 1 << 40)  # however little memory the host has free
     return serving
 
 
@@ -386,6 +387,27 @@ def test_what_a_sleep_makes_unneeded_before_it_is_whole_is_given_back_slowly_too
     preparation_of_all.join()
     assert driver.locked == {} and unneeded.held_bytes == 0
     assert locked >= 2 and len(pauses) == locked + 1
+
+
+def test_nor_does_a_buffer_that_has_ended_pause_once_somebody_waits_for_it(unneeded, monkeypatch):
+    begun, pauses = threading.Event(), []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        begun.set()
+        wait_until(lambda: preparation_of_all.is_awaited, "somebody who waits")
+
+    monkeypatch.setattr(arena_module, "time", SimpleNamespace(sleep=pause))
+    stopped = stops_after_two(monkeypatch)
+    driver = Driver(monkeypatch, unneeded)
+    preparation_of_all = unneeded.prepare([18 * MiB])
+    assert stopped.wait(60)
+    unneeded.is_busy = True
+    unneeded.note_sleep(preserving=False)
+    assert begun.wait(60)
+    preparation_of_all.hurry()
+    preparation_of_all.join()
+    assert driver.locked == {} and len(pauses) == 1
 
 
 def test_a_shared_file_is_freed_at_once_because_a_sleep_may_want_the_lock_of_who_frees_it(

@@ -18,6 +18,7 @@ ROOT = Path(rl_memory_plugins.__file__).parent
 FILES = (
     "trainer/pausable.py",
     "trainer/process_groups.py",
+    "memory/arena.py",
     "memory/backup.py",
     "memory/manager.py",
     "memory/sleep_copies.py",
