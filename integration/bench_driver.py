@@ -20,15 +20,18 @@ half a second to scrub freed memory.
                                       it, and the longest of the steps that run meanwhile
     unlock_s, longest_step_unlock_s   give it back, likewise
     lock_whole_s, ...                 the same four, with all pages locked by one call, as a trainer does it
+    lock_elsewhere_s, ...             the same four again, by another process, as a trainer beside an engine does it
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -124,19 +127,33 @@ class Bench:
         arena = PinnedArena(0, serves=serves)
         preparation = arena.prepare([WEIGHTS])
         assert preparation is not None
-        self._beside_steps(f"lock{suffix}", preparation)
+        self._beside_steps(f"lock{suffix}", lambda: not preparation.is_alive())
         assert arena.held_bytes == WEIGHTS
         assert not arena.notes, arena.notes
         closing = threading.Thread(target=arena.close)
         closing.start()
-        self._beside_steps(f"unlock{suffix}", closing)
+        self._beside_steps(f"unlock{suffix}", lambda: not closing.is_alive())
         assert arena.held_bytes == 0
         assert not arena._kept, "host memory stays locked"
 
-    def _beside_steps(self, name: str, work: threading.Thread) -> None:
+    def locks_elsewhere(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        begun, locked, unlocked = (context.Event() for _ in range(3))
+        process = context.Process(target=_lock, args=(begun, locked, unlocked))
+        process.start()
+        try:
+            assert begun.wait(60)
+            self._beside_steps("lock_elsewhere", lambda: locked.is_set() or not process.is_alive())
+            self._beside_steps("unlock_elsewhere", lambda: unlocked.is_set() or not process.is_alive())
+            process.join(60)
+            assert process.exitcode == 0, f"the other process ended with {process.exitcode}"
+        finally:
+            process.kill()
+
+    def _beside_steps(self, name: str, is_over: Callable[[], bool]) -> None:
         start = time.perf_counter()
         longest = 0.0
-        while work.is_alive():
+        while not is_over():
             longest = max(longest, self._step())
         self._records.add(f"{name}_s", [time.perf_counter() - start], "s", {"bytes": WEIGHTS})
         self._records.add(f"longest_step_{name}_s", [longest], "s")
@@ -159,6 +176,20 @@ class Bench:
             self._driver.free_address(*block)
 
 
+def _lock(begun: Event, locked: Event, unlocked: Event) -> None:
+    """The other process."""
+    torch.zeros(1, device="cuda")  # as a trainer, it has a context
+    arena = PinnedArena(0)
+    begun.set()
+    preparation = arena.prepare([WEIGHTS])
+    assert preparation is not None
+    preparation.join()
+    assert arena.held_bytes == WEIGHTS
+    locked.set()
+    arena.close()
+    unlocked.set()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cycles", type=int, default=5, help="repetitions of each measurement")
@@ -173,6 +204,7 @@ def main() -> None:
     for _ in range(arguments.cycles):
         for serves in (True, False):
             bench.locks(serves=serves)
+        bench.locks_elsewhere()
     arena = PinnedArena(0, serves=True)
     host = arena.acquire(WEIGHTS)
     for count, suffix in ((5, "_5"), (150, "")):

@@ -13,7 +13,8 @@ model fills the engine's compile caches: `--warm-start` starts each subject once
     difference           by how much the log-probabilities of 64 prompts at once differ from those before, at most.
                          vLLM composes a batch of the requests that have arrived, and other batches are rounded in other
                          ways: `difference_awake` is the same without a sleep
-    request_start_s      a request of 256 tokens just after the start, while the plugin prepares its host memory
+    request_start_s      a request of 256 tokens just after the start, while the plugin prepares its host memory; with
+                         the nine deciles of all requests, because they take one of two times
     request_s            the same once the memory is prepared
     gpu_left_mib         of several GPUs the one that has the most in use
 """
@@ -141,7 +142,7 @@ class Bench:
 
     def _requests(self, metric: str) -> None:
         seconds = [seconds_of(lambda: self._engine.generate([PROMPTS[0] * 64], 1)) for _ in range(REQUESTS)]
-        self._records.add(metric, seconds, "s")
+        self._records.add(metric, seconds, "s", {"deciles": statistics.quantiles(seconds, n=10)})
 
     def _drift(self, cycles: int) -> None:
         """Measure by how much many cycles raise the memory in use and the times of a sleep and a wake."""
