@@ -15,11 +15,12 @@ from rl_memory_plugins.memory.host_memory import free_host_bytes, libc, refusal_
 from rl_memory_plugins.memory.preparation import (
     MAX_OVERSIZE,
     PAUSE_S,
+    SLEEP,
     Asked,
+    Caller,
     Demand,
     Preparation,
     PrepareMode,
-    always,
 )
 from rl_memory_plugins.memory.shared_buffers import File, Map, SharedBuffers
 from rl_memory_plugins.memory.threads import await_end
@@ -78,17 +79,12 @@ class PagedArena:
     def _held(self) -> int:
         return self._pending_bytes + sum(len(mapping) for mapping in self._mappings.values())
 
-    def acquire(self, nbytes: int, go_on: Asked = always, awaited: Asked = always) -> int:
+    def acquire(self, nbytes: int, caller: Caller = SLEEP) -> int:
         """Allocate `nbytes` of host memory, and return the address.
-
-        Args:
-            go_on: Called during the allocation; `False` cancels it.
-            awaited: Says whether a sleep or a wake waits for the memory. Until then the processors and the driver are
-                for others.
 
         Raises:
             HostMemoryError: the bound of the arena or the free host memory does not suffice; nothing was changed.
-            AllocationCancelled: `go_on` returned `False`.
+            AllocationCancelled: by the caller.
         """
         nbytes = whole_pages(nbytes)
         address = self._take_idle(nbytes, MAX_OVERSIZE * nbytes)
@@ -98,7 +94,7 @@ class PagedArena:
         self._free_idle(lambda mapping: len(mapping) < nbytes)
         while True:
             try:
-                return self._allocate_now(nbytes, go_on, awaited=awaited)
+                return self._allocate_now(nbytes, caller)
             except HostMemoryError:
                 if not self._end_background_work():
                     address = self._take_idle(nbytes, sys.maxsize)
@@ -106,18 +102,15 @@ class PagedArena:
                         raise
                     return address
 
-    def map_file(self, file: File, nbytes: int, go_on: Asked = always, awaited: Asked = always) -> int:
+    def map_file(self, file: File, nbytes: int, caller: Caller = SLEEP) -> int:
         """Map the first `nbytes` of a file, ready for copies, and return the address. `unmap_file` ends the mapping.
-
-        Args:
-            go_on, awaited: As for `acquire`.
 
         Raises:
             HostMemoryError, AllocationCancelled: as for `acquire`. An existing file needs no new memory.
         """
         while True:
             try:
-                return self._allocate_now(nbytes, go_on, file, awaited)
+                return self._allocate_now(nbytes, caller, file)
             except HostMemoryError:
                 if not (self._end_background_work() or self._idle):
                     raise
@@ -139,7 +132,7 @@ class PagedArena:
                 self._idle.remove(address)
             return address
 
-    def _allocate_now(self, nbytes: int, go_on: Asked, file: File | None = None, awaited: Asked = always) -> int:
+    def _allocate_now(self, nbytes: int, caller: Caller, file: File | None = None) -> int:
         """Allocate a buffer that the caller waits for."""
         return self._allocate(nbytes, lambda rest: nullcontext(False), file)
 

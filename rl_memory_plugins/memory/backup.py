@@ -9,7 +9,7 @@ from rl_memory_plugins.errors import DeviceMemoryError
 from rl_memory_plugins.memory.allocator import Block, Device
 from rl_memory_plugins.memory.arena import STEP_BYTES, PagedArena
 from rl_memory_plugins.memory.copies import bytes_of_pairs, copies_of, pairs_outside
-from rl_memory_plugins.memory.preparation import Asked, always
+from rl_memory_plugins.memory.preparation import SLEEP, Asked, Caller
 from rl_memory_plugins.memory.ranges import subtract
 
 #: Smaller unused parts are copied with their surroundings: skipping them takes more time.
@@ -26,12 +26,11 @@ class Backup:
     Args:
         identified: The part of the blocks that is fingerprinted. An engine may change the rest with every request;
             `begin_save` copies the rest again before a clean backup is used.
-        go_on, awaited: Called while host memory is allocated, see `PagedArena.acquire`; `False` of `go_on` cancels the
-            backup.
+        caller: For whom host memory is made.
 
     Raises:
         HostMemoryError: too little host memory; see `PagedArena.acquire`.
-        AllocationCancelled: `go_on` returned `False`.
+        AllocationCancelled: by the caller.
     """
 
     is_shared = False
@@ -41,8 +40,7 @@ class Backup:
         arena: PagedArena,
         blocks: Sequence[Block],
         identified: Sequence[Block] = (),
-        go_on: Asked = always,
-        awaited: Asked = always,
+        caller: Caller = SLEEP,
     ) -> None:
         self.identified = list(identified)
         self._arena = arena
@@ -52,7 +50,7 @@ class Backup:
         self._fingerprint: int | None = None
         self._left_out: list[Block] = []
         self._wait: Callable[[], None] | None = None  # waits for the running copy
-        self._address = arena.acquire(self.nbytes, go_on, awaited) if self.nbytes else 0
+        self._address = arena.acquire(self.nbytes, caller) if self.nbytes else 0
         self._copies = copies_of(self.blocks, self._address)
 
     def begin_save(

@@ -11,7 +11,7 @@ from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.memory.allocator import Allocator, Block
 from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.backup import Backup
-from rl_memory_plugins.memory.preparation import AllocationCancelled
+from rl_memory_plugins.memory.preparation import AllocationCancelled, Caller
 from rl_memory_plugins.memory.ranges import intersect
 from rl_memory_plugins.memory.shared_backup import share, sources
 from rl_memory_plugins.memory.threads import await_end, on_this_gpu
@@ -87,15 +87,13 @@ class EagerBackup(threading.Thread):
         with self._allocator.held(Tag.WEIGHTS) as blocks:
             if not self._go_on():
                 return
-            device = self._allocator.device
+            device, caller = self._allocator.device, Caller(self._go_on, self._awaited.is_set)
             if self._arena.shared is not None:
                 parameters = sources(self._allocator, Tag.WEIGHTS, self._identified)
-                self._backup = share(
-                    self._arena, device, blocks, parameters, self._epoch, self._go_on, self._awaited.is_set
-                )
+                self._backup = share(self._arena, device, blocks, parameters, self._epoch, caller)
                 if self._backup is not None:
                     return
-            backup = Backup(self._arena, blocks, intersect(blocks, self._identified), self._go_on, self._awaited.is_set)
+            backup = Backup(self._arena, blocks, intersect(blocks, self._identified), caller)
             try:
                 if backup.save_in_steps(device, self._epoch, self._go_on):
                     self._backup = backup

@@ -23,12 +23,12 @@ from rl_memory_plugins.memory.copies import by_pieces, end_of_piece
 from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc, whole_pages
 from rl_memory_plugins.memory.preparation import (
     PAUSE_S,
+    SLEEP,
     AllocationCancelled,
-    Asked,
+    Caller,
     Make,
     Preparation,
     PrepareMode,
-    always,
 )
 from rl_memory_plugins.memory.shared_buffers import File, Map
 from rl_memory_plugins.memory.threads import await_end, in_parallel
@@ -95,8 +95,8 @@ class PinnedArena(PagedArena):
         return self._prepare(whole, lambda nbytes, *asked: self.release(self._allocate_patiently(nbytes, *asked)))
 
     def prepare_file(self, nbytes: int, make: Callable[[Map], None]) -> Preparation | None:
-        def in_background(_: int, go_on: Asked, awaited: Asked, pause: Callable[[], None]) -> None:
-            make(lambda file, size: self._allocate_patiently(size, go_on, awaited, pause, file))
+        def in_background(_: int, caller: Caller, pause: Callable[[], None]) -> None:
+            make(lambda file, size: self._allocate_patiently(size, caller, pause, file))
 
         return self._prepare([nbytes], in_background)
 
@@ -119,15 +119,15 @@ class PinnedArena(PagedArena):
     def _running(self) -> list[Preparation]:
         return [preparation for preparation in self._preparations if preparation.is_alive()]
 
-    def acquire(self, nbytes: int, go_on: Asked = always, awaited: Asked = always) -> int:
+    def acquire(self, nbytes: int, caller: Caller = SLEEP) -> int:
         if nbytes > SMALL_BYTES:
             running = self._running()
-            if awaited() and any(preparation.is_making(nbytes) for preparation in running):
+            if caller.awaited() and any(preparation.is_making(nbytes) for preparation in running):
                 for preparation in running:  # the others too: they take turns with that one
                     preparation.hurry()
             for preparation in running:
-                preparation.await_buffer(nbytes, go_on, awaited)
-        return super().acquire(nbytes, go_on, awaited)
+                preparation.await_buffer(nbytes, caller)
+        return super().acquire(nbytes, caller)
 
     def note_sleep(self, preserving: bool) -> None:
         super().note_sleep(preserving)
@@ -135,18 +135,18 @@ class PinnedArena(PagedArena):
             for preparation in self._running():
                 preparation.end()
 
-    def _allocate_now(self, nbytes: int, go_on: Asked, file: File | None = None, awaited: Asked = always) -> int:
-        if nbytes > SMALL_BYTES and not awaited():
+    def _allocate_now(self, nbytes: int, caller: Caller, file: File | None = None) -> int:
+        if nbytes > SMALL_BYTES and not caller.awaited():
 
             def pause() -> None:
-                if not awaited():
+                if not caller.awaited():
                     time.sleep(PAUSE_S)
 
-            return self._allocate_patiently(nbytes, go_on, awaited, pause, file, in_advance=False)
+            return self._allocate_patiently(nbytes, caller, pause, file, in_advance=False)
 
         @contextmanager
         def step(rest: int) -> Iterator[bool]:
-            _check_not_cancelled(go_on)
+            _check_not_cancelled(caller)
             yield False
 
         # Ranks take turns, because each rank must see the memory that the others have taken.
@@ -156,8 +156,7 @@ class PinnedArena(PagedArena):
     def _allocate_patiently(
         self,
         nbytes: int,
-        go_on: Asked,
-        awaited: Asked,
+        caller: Caller,
         pause: Callable[[], None],
         file: File | None = None,
         *,
@@ -168,15 +167,16 @@ class PinnedArena(PagedArena):
         @contextmanager
         def step(rest: int) -> Iterator[bool]:
             pause()  # outside the lock, which others get meanwhile
-            _check_not_cancelled(go_on)
-            with one_at_a_time("host-memory", TURN_S, go_on):  # per step: a sleep of another rank waits for one step
-                _check_not_cancelled(go_on)
+            _check_not_cancelled(caller)
+            # per step: a sleep of another rank waits for one step
+            with one_at_a_time("host-memory", TURN_S, caller.go_on):
+                _check_not_cancelled(caller)
                 if in_advance and (file is None or file.is_new):
                     self._check_spare(rest)
-                yield not awaited()
+                yield not caller.awaited()
 
         # Who frees a shared buffer holds its lock, which a sleep may want.
-        between = at_once if file is not None else self._between_pieces(awaited)
+        between = at_once if file is not None else self._between_pieces(caller.awaited)
         return self._allocate(nbytes, step, file, between)
 
     def _check_spare(self, nbytes: int) -> None:
@@ -271,8 +271,8 @@ class PinnedArena(PagedArena):
         super()._discard(address, mapping, pause)
 
 
-def _check_not_cancelled(go_on: Asked) -> None:
-    if not go_on():
+def _check_not_cancelled(caller: Caller) -> None:
+    if not caller.go_on():
         raise AllocationCancelled
 
 

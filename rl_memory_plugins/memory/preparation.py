@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from rl_memory_plugins.errors import RLMemoryError
 
@@ -57,10 +57,24 @@ class Demand:
 
 Asked = Callable[[], bool]
 
-Make = Callable[[int, Asked, Asked, Callable[[], None]], None]
-"""Allocates a buffer of the given size. Between steps it calls its second argument, and stops at `False`. The third
-argument says whether somebody waits for a buffer; until then the processors are for others. The fourth is called once
-before each step, outside the lock of all ranks: the pause that leaves time to the engine."""
+
+class Caller(NamedTuple):
+    """Who wants host memory.
+
+    Attributes:
+        go_on: Asked while the memory is made; `False` cancels it.
+        awaited: Whether a sleep or a wake waits for the memory. Until then others have the processors and the driver.
+    """
+
+    go_on: Asked = always
+    awaited: Asked = always
+
+
+SLEEP = Caller()  # waits, and does not give up
+
+Make = Callable[[int, Caller, Callable[[], None]], None]
+"""Allocates a buffer of the given size for the caller. The third argument is called once before each step, outside the
+lock of all ranks: the pause that leaves time to the engine."""
 
 
 class Preparation(threading.Thread):
@@ -88,24 +102,21 @@ class Preparation(threading.Thread):
         """Stop the thread within one step. It frees an unfinished buffer. Does not wait."""
         self._ended.set()
 
-    def await_buffer(self, nbytes: int, go_on: Asked, awaited: Asked = always) -> None:
+    def await_buffer(self, nbytes: int, caller: Caller = SLEEP) -> None:
         """Wait for a pending buffer that fits `nbytes`, if there is any.
 
-        Args:
-            awaited: See `PagedArena.acquire`.
-
         Raises:
-            AllocationCancelled: `go_on` returned `False`.
+            AllocationCancelled: by the caller.
         """
         done = self._pending(nbytes)
         if done is None:
             return
         while True:
-            if awaited():
+            if caller.awaited():
                 self.hurry()
             if done.wait(_POLL_S):
                 return
-            if not go_on():
+            if not caller.go_on():
                 raise AllocationCancelled
 
     def is_making(self, nbytes: int) -> bool:
@@ -130,7 +141,7 @@ class Preparation(threading.Thread):
         for nbytes, done in self._buffers:
             try:
                 if not self._ended.is_set():
-                    self._make(nbytes, self._go_on, self._awaited.is_set, self._pause)
+                    self._make(nbytes, Caller(self._go_on, self._awaited.is_set), self._pause)
             except AllocationCancelled:
                 pass
             except RLMemoryError as error:

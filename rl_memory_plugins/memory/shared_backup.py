@@ -13,7 +13,7 @@ from rl_memory_plugins.memory.allocator import Allocator, Block, Device
 from rl_memory_plugins.memory.arena import STEP_BYTES, PagedArena
 from rl_memory_plugins.memory.backup import Backup
 from rl_memory_plugins.memory.copies import copies_of
-from rl_memory_plugins.memory.preparation import AllocationCancelled, Asked, always
+from rl_memory_plugins.memory.preparation import SLEEP, AllocationCancelled, Asked, Caller
 from rl_memory_plugins.memory.ranges import intersect, merge, subtract
 from rl_memory_plugins.memory.shared_buffer import KEY_BYTES
 
@@ -28,8 +28,7 @@ class SharedBackup(Backup):
 
     Args:
         sources: The memory of parameters, without overlaps. Parts of them may lie outside the blocks.
-        go_on: Called between steps; `False` cancels the backup.
-        awaited: See `PagedArena.acquire`.
+        caller: For whom the copy is made.
 
     Raises:
         HostMemoryError, AllocationCancelled, OSError: see `SharedBuffers.lease`.
@@ -45,8 +44,7 @@ class SharedBackup(Backup):
         blocks: Sequence[Block],
         sources: Sequence[Block],
         epoch: int,
-        go_on: Asked = always,
-        awaited: Asked = always,
+        caller: Caller = SLEEP,
     ) -> None:
         assert arena.shared is not None
         self._shared = arena.shared
@@ -54,15 +52,14 @@ class SharedBackup(Backup):
         fingerprint = self._identity(device)
         if fingerprint is None:
             raise NotShareable
-        super().__init__(arena, subtract(blocks, sources), (), go_on, awaited)
+        super().__init__(arena, subtract(blocks, sources), (), caller)
         self._written = 0
         try:
             address = self._shared.lease(
                 key(sources, fingerprint),
                 _nbytes(sources),
-                lambda to: self._write(device, to, fingerprint, go_on),
-                go_on,
-                awaited,
+                lambda to: self._write(device, to, fingerprint, caller.go_on),
+                caller,
             )
             if address is None:
                 raise NotShareable
@@ -122,8 +119,7 @@ def share(
     blocks: Sequence[Block],
     sources: Sequence[Block],
     epoch: int,
-    go_on: Asked = always,
-    awaited: Asked = always,
+    caller: Caller = SLEEP,
 ) -> SharedBackup | None:
     """A shared backup of these blocks; `None` if they need a copy of their own.
 
@@ -133,7 +129,7 @@ def share(
     if arena.shared is None or not sources:
         return None
     try:
-        return SharedBackup(arena, device, blocks, sources, epoch, go_on, awaited)
+        return SharedBackup(arena, device, blocks, sources, epoch, caller)
     except NotShareable:
         return None
     except OSError as error:  # a kernel or a container that forbids memfd, or a foreign private directory

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import NamedTuple, Protocol
 
 from rl_memory_plugins.memory.open_buffers import Entry, others, turn
-from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, AllocationCancelled, Asked, Preparation, always
+from rl_memory_plugins.memory.preparation import MAX_OVERSIZE, SLEEP, AllocationCancelled, Caller, Preparation
 from rl_memory_plugins.memory.shared_buffer import Header, SharedBuffer
 
 #: How long a process waits for another that writes equal bytes: 10 s, and 1 s per GB for memory and the copy.
@@ -38,7 +38,7 @@ Map = Callable[[File, int], int]
 class Mapper(Protocol):
     """What the buffers need of the arena."""
 
-    def map_file(self, file: File, nbytes: int, go_on: Asked = always, awaited: Asked = always) -> int: ...
+    def map_file(self, file: File, nbytes: int, caller: Caller = SLEEP) -> int: ...
     def unmap_file(self, address: int) -> None: ...
     def prepare_file(self, nbytes: int, make: Callable[[Map], None]) -> Preparation | None: ...
 
@@ -104,8 +104,7 @@ class SharedBuffers:
         key: bytes,
         nbytes: int,
         write: Callable[[int], bool],
-        go_on: Asked = always,
-        awaited: Asked = always,
+        caller: Caller = SLEEP,
     ) -> int | None:
         """Get a complete copy that no process changes until `end_lease`, and return its address in this process.
 
@@ -113,18 +112,17 @@ class SharedBuffers:
             key: Names the bytes. Processes with equal bytes give equal keys.
             nbytes: Their number.
             write: Writes the bytes to an address, and returns whether they still had this key at the end.
-            go_on: Called while this call waits or allocates; `False` cancels it.
-            awaited: See `PagedArena.acquire`.
+            caller: For whom this call waits and allocates.
 
         Returns: the address; `None` if `write` returned `False`, or another backup of this process has the lease.
 
         Raises:
             HostMemoryError: no other process has a copy, and host memory does not suffice for one.
-            AllocationCancelled: `go_on` returned `False`.
+            AllocationCancelled: by the caller.
             OSError: the kernel refuses to share memory.
         """
         if self._preparation is not None:
-            self._preparation.await_buffer(nbytes, go_on, awaited)
+            self._preparation.await_buffer(nbytes, caller)
         deadline = time.monotonic() + WAIT_S + nbytes / WAIT_BYTES_PER_S
         with self._lock:
             if self._leased:  # the process maps one buffer only
@@ -132,10 +130,10 @@ class SharedBuffers:
             while True:
                 with turn():
                     buffer, held = self._take(key, nbytes, ignore_writers=time.monotonic() > deadline)
-                self._map(buffer, held, lambda file, size: self._arena.map_file(file, size, go_on, awaited))
+                self._map(buffer, held, lambda file, size: self._arena.map_file(file, size, caller))
                 if held is not Held.NONE:
                     break
-                if not go_on():
+                if not caller.go_on():
                     raise AllocationCancelled
                 time.sleep(POLL_S)
             if held is Held.EXCLUSIVE and not _written(buffer, key, write):

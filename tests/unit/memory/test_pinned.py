@@ -21,7 +21,7 @@ from rl_memory_plugins.memory import arena as arena_module
 from rl_memory_plugins.memory import copies, pinned, preparation
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.arena import address_of
-from rl_memory_plugins.memory.preparation import Demand
+from rl_memory_plugins.memory.preparation import Caller, Demand
 from rl_memory_plugins.memory.shared_buffers import File
 
 MiB = 1 << 20
@@ -276,13 +276,13 @@ def test_a_copy_for_which_nobody_waits_yet_gets_its_memory_in_pieces(serving, mo
     driver, awaited = Driver(monkeypatch, serving), threading.Event()
     monkeypatch.setattr(pinned, "PAUSE_S", 0.001)
     monkeypatch.setattr(pinned, "SMALL_BYTES", MiB)
-    address = serving.acquire(40 * MiB, awaited=awaited.is_set)
+    address = serving.acquire(40 * MiB, Caller(awaited=awaited.is_set))
     assert len(driver.locked) > 40 * MiB // (3 * MiB)
     serving.release(address)
     serving.free_idle()
     efforts = []
     monkeypatch.setattr(pinned, "touch", lambda start, nbytes, threads, nice=0: efforts.append(nice) or awaited.set())
-    serving.acquire(40 * MiB, awaited=awaited.is_set)
+    serving.acquire(40 * MiB, Caller(awaited=awaited.is_set))
     assert efforts == [pinned.BACKGROUND_NICE, 0]  # the rest in one step
     assert sum(driver.locked.values()) == 40 * MiB
 
@@ -291,7 +291,9 @@ def test_who_waits_later_for_a_pending_buffer_hurries_it_then(serving, monkeypat
     Driver(monkeypatch, serving)
     stopped, awaited, acquired = stops_after_two(monkeypatch), threading.Event(), []
     preparing = serving.prepare([40 * MiB])
-    copying = threading.Thread(target=lambda: acquired.append(serving.acquire(40 * MiB, awaited=awaited.is_set)))
+    copying = threading.Thread(
+        target=lambda: acquired.append(serving.acquire(40 * MiB, Caller(awaited=awaited.is_set)))
+    )
     copying.start()
     assert stopped.wait(60)
     assert not preparing._awaited.is_set() and not acquired

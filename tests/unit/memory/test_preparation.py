@@ -14,7 +14,7 @@ from integration.waiting import wait_until
 from rl_memory_plugins.errors import HostMemoryError
 from rl_memory_plugins.memory import pinned, preparation, reclaim
 from rl_memory_plugins.memory.arena import PagedArena
-from rl_memory_plugins.memory.preparation import PATIENCE, AllocationCancelled, Demand
+from rl_memory_plugins.memory.preparation import PATIENCE, AllocationCancelled, Caller, Demand
 from rl_memory_plugins.private_directory import one_at_a_time, private_directory, try_lock
 from rl_memory_plugins.tags import Content, Level
 
@@ -234,11 +234,11 @@ def test_who_waits_may_give_up(arenas, pages):
     assert pages.waiting.wait(TIMEOUT_S)
     threading.Timer(0.1, wanted.clear).start()
     with pytest.raises(AllocationCancelled):
-        soon(arena.acquire, 40 * MiB, wanted.is_set)
+        soon(arena.acquire, 40 * MiB, Caller(wanted.is_set))
     pages.let_all()
     soon(running.join)
     with pytest.raises(AllocationCancelled):
-        arena.acquire(19 * MiB, lambda: pages.made < 48 * MiB)  # it makes it itself
+        arena.acquire(19 * MiB, Caller(lambda: pages.made < 48 * MiB))  # it makes it itself
     assert pages.made == 48 * MiB
     assert arena.held_bytes == 40 * MiB
 

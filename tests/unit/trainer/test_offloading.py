@@ -16,7 +16,7 @@ from rl_memory_plugins.memory import adoption, arena
 from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.host_memory import whole_pages
 from rl_memory_plugins.memory.pinned import PinnedArena
-from rl_memory_plugins.memory.preparation import always
+from rl_memory_plugins.memory.preparation import SLEEP
 from rl_memory_plugins.trainer import Moved, Offloader, held_tensors, load, offload, offloading
 from rl_memory_plugins.trainer.offloading import _HostMemory, host_view, temporarily_loaded
 from rl_memory_plugins.trainer.parts import TrainerParts
@@ -563,11 +563,11 @@ class Preparing(PagedArena):
 
     def prepare(self, sizes):
         for nbytes in sizes:
-            self.release(self._allocate_now(whole_pages(nbytes), lambda: True))
+            self.release(self._allocate_now(whole_pages(nbytes), SLEEP))
 
-    def _allocate_now(self, nbytes, go_on, file=None, awaited=always):
+    def _allocate_now(self, nbytes, caller, file=None):
         self.allocated += 1
-        return super()._allocate_now(nbytes, go_on, file, awaited)
+        return super()._allocate_now(nbytes, caller, file)
 
 
 @pytest.fixture
