@@ -55,6 +55,7 @@ ALONE = 4  # the prompts of which each is answered alone
 TOKENS = 32
 ROOM_BYTES = 8 << 30  # what an engine needs on a GPU beside the weights
 SETTLE_S = 240.0  # the longest wait for host memory; 145 GB on two ranks take more than a minute
+GROWTH_MIB = 64.0  # of resident memory in two seconds, while host memory is made
 REQUESTS = 150  # at the start; the plugin prepares host memory for some seconds
 ASLEEP_S = 0.5  # a trainer's turn, in which the driver scrubs freed memory; a wake at once would wait for that
 SUBJECTS = ("plugin", "native")
@@ -208,14 +209,12 @@ class Subject(ABC):
         self.wake(None if self.plugin else ["kv_cache"])
 
     def settle(self) -> None:
-        """Wait for the host memory that the plugin makes in the background of the start."""
+        """Wait for the host memory that the plugin makes in the background: until no more becomes resident."""
         deadline = time.monotonic() + SETTLE_S
-        while self.plugin and time.monotonic() < deadline:
-            self.engine.wake_up()  # no tag sleeps: the call only has the engine look at its host memory
-            ranks = self.engine.memory_status()[0].ranks
-            if all(rank.host_arena_bytes >= rank.tags["weights"].bytes for rank in ranks):
-                return
-            time.sleep(1)
+        before, held = -GROWTH_MIB, host_held_mib()
+        while self.plugin and held - before >= GROWTH_MIB and time.monotonic() < deadline:
+            time.sleep(2)
+            before, held = held, host_held_mib()
 
     def left(self) -> dict[str, Any]:
         """MiB that stay on the GPU during a sleep, by the plugin's own account."""

@@ -126,3 +126,14 @@ def test_weights_that_do_not_change_are_an_error() -> None:
     """A sleep after such a touch would count as a sleep with changed weights."""
     with pytest.raises(RuntimeError, match="no such tensor"):
         sglang(Refusing()).touch()
+
+
+@pytest.mark.parametrize(("plugin", "pauses"), [(True, 3), (False, 0)])
+def test_host_memory_is_prepared_once_no_more_becomes_resident(monkeypatch, plugin: bool, pauses: int) -> None:
+    """What is still being made counts as held."""
+    subject, held, waited = Subject(changed=False), iter([100.0, 3000.0, 6000.0, 6010.0]), []
+    monkeypatch.setattr(subject, "plugin", plugin)
+    monkeypatch.setattr(bench_gpu, "host_held_mib", lambda: next(held))
+    monkeypatch.setattr(bench_gpu.time, "sleep", waited.append)
+    subject.settle()
+    assert len(waited) == pauses
