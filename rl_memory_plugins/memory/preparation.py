@@ -127,10 +127,6 @@ class Preparation(threading.Thread):
         """Somebody waits: from now on the processors are for this thread."""
         self._awaited.set()
 
-    @property
-    def is_awaited(self) -> bool:
-        return self._awaited.is_set()
-
     def _pending(self, nbytes: int) -> threading.Event | None:
         if self._ended.is_set():
             return None

@@ -341,6 +341,19 @@ def pauses(monkeypatch):
     return made
 
 
+def first_pause_lasts_until(monkeypatch, condition):
+    """Returns: the pauses, and the event of the first."""
+    begun, pauses = threading.Event(), []
+
+    def pause(seconds):
+        pauses.append(seconds)
+        begun.set()
+        wait_until(condition, "somebody who waits")
+
+    monkeypatch.setattr(arena_module, "time", SimpleNamespace(sleep=pause))
+    return pauses, begun
+
+
 def give_back(arena) -> None:
     arena.note_sleep(preserving=False)
     arena.settle()
@@ -360,14 +373,7 @@ def test_a_sleep_or_a_wake_has_the_driver_nearly_for_itself(unneeded, pauses, mo
 
 
 def test_nothing_pauses_once_somebody_waits_for_the_memory(unneeded, monkeypatch):
-    begun, pauses = threading.Event(), []
-
-    def pause(seconds):
-        pauses.append(seconds)
-        begun.set()
-        wait_until(lambda: unneeded._waiting, "somebody who waits")
-
-    monkeypatch.setattr(arena_module, "time", SimpleNamespace(sleep=pause))
+    pauses, begun = first_pause_lasts_until(monkeypatch, lambda: unneeded._waiting)
     driver = Driver(monkeypatch, unneeded)
     unneeded.prepare([18 * MiB]).join()
     unneeded.is_busy = True
@@ -392,14 +398,7 @@ def test_what_a_sleep_makes_unneeded_before_it_is_whole_is_given_back_slowly_too
 
 
 def test_nor_does_a_buffer_that_has_ended_pause_once_somebody_waits_for_it(unneeded, monkeypatch):
-    begun, pauses = threading.Event(), []
-
-    def pause(seconds):
-        pauses.append(seconds)
-        begun.set()
-        wait_until(lambda: preparation_of_all.is_awaited, "somebody who waits")
-
-    monkeypatch.setattr(arena_module, "time", SimpleNamespace(sleep=pause))
+    pauses, begun = first_pause_lasts_until(monkeypatch, lambda: preparation_of_all._awaited.is_set())
     stopped = stops_after_two(monkeypatch)
     driver = Driver(monkeypatch, unneeded)
     preparation_of_all = unneeded.prepare([18 * MiB])
