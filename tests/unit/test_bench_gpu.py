@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from integration import bench_gpu, records
+from integration import bench_gpu, gpu_subjects, records
 from integration.offline import Token
 
 
-class Subject(bench_gpu.Subject):
+class Subject(gpu_subjects.Subject):
     """Answers every prompt with one token, which a sleep changes if `changed` is true. The first batch has another."""
 
     plugin, can_discard = False, True
@@ -110,8 +110,8 @@ class Refusing:
         return False, "no such tensor"
 
 
-def sglang(engine: Any) -> bench_gpu.SglangSubject:
-    subject = bench_gpu.SglangSubject.__new__(bench_gpu.SglangSubject)
+def sglang(engine: Any) -> gpu_subjects.SglangSubject:
+    subject = gpu_subjects.SglangSubject.__new__(gpu_subjects.SglangSubject)
     subject.engine, subject._hidden, subject._touched = engine, 8, 0
     return subject
 
@@ -133,7 +133,7 @@ def test_host_memory_is_prepared_once_no_more_becomes_resident(monkeypatch, plug
     """What is still being made counts as held."""
     subject, held, waited = Subject(changed=False), iter([100.0, 3000.0, 6000.0, 6010.0]), []
     monkeypatch.setattr(subject, "plugin", plugin)
-    monkeypatch.setattr(bench_gpu, "host_held_mib", lambda: next(held))
-    monkeypatch.setattr(bench_gpu.time, "sleep", waited.append)
+    monkeypatch.setattr(gpu_subjects, "host_held_mib", lambda: next(held))
+    monkeypatch.setattr(gpu_subjects.time, "sleep", waited.append)
     subject.settle()
     assert len(waited) == pauses
