@@ -20,14 +20,17 @@ def _ip(*arguments: str) -> None:
 class TwoHosts:
     """A network namespace for the engine, joined to this one by a pair of virtual interfaces.
 
+    Args:
+        number: Of the engine's host, if there are several.
+
     Attributes:
         interface, addresses: Those of the trainer.
         engine: The address of the engine's host.
         networks: Those of the trainer, for the engine's option `update_hosts`.
     """
 
-    def __init__(self) -> None:
-        number = os.getpid()  # tests that run side by side must not meet
+    def __init__(self, number: int = 0) -> None:
+        number += os.getpid()  # tests that run side by side must not meet
         self._name = f"rlm{number}"
         self.interface = f"{self._name}t"
         self._prefixes = f"198.18.{number % 256}.", f"fd97:213:{number % 65536:x}::"
@@ -71,6 +74,12 @@ class TwoHosts:
     def mend(self) -> None:
         _ip("link", "set", self.interface, "up")
         _ip("addr", "replace", f"{self.addresses[1]}/64", "dev", self.interface, "nodad")  # the cut took it away
+
+    def limit(self, mbit_s: int) -> None:
+        """Let the trainer send at most so many megabits per second."""
+        command = ["tc", "qdisc", "replace", "dev", self.interface, "root", "tbf"]
+        bounds = ["rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "50ms"]
+        subprocess.run([*command, *bounds], check=True, capture_output=True, timeout=20)
 
     def enter(self) -> None:
         """Move this thread to the engine's host."""

@@ -143,7 +143,9 @@ class Beside(Generic[T]):
         return self._results[0]
 
 
-def in_parallel(calls: Sequence[Callable[[], T]], name: str, *, to_the_end: bool = False) -> list[T]:
+def in_parallel(
+    calls: Sequence[Callable[[], T]], name: str, *, to_the_end: bool = False, stop: Callable[[], None] | None = None
+) -> list[T]:
     """Run the calls at a time, each in a thread as `on_this_gpu`; here, one by one, if no more threads can be started.
 
     These threads start even while Python shuts down, unlike those of an executor. The function returns after the last
@@ -152,6 +154,7 @@ def in_parallel(calls: Sequence[Callable[[], T]], name: str, *, to_the_end: bool
     Args:
         name: The name of the threads.
         to_the_end: Whether it waits on after a second interrupt too: the calls use memory that the caller frees.
+        stop: Called after an interrupt. Makes the calls end that run.
 
     Returns: the results, in the order of the calls.
 
@@ -176,6 +179,8 @@ def in_parallel(calls: Sequence[Callable[[], T]], name: str, *, to_the_end: bool
             if interrupted is not None and not to_the_end:
                 raise
             interrupted = error
+            if stop is not None:
+                stop()
     try:
         if interrupted is not None:
             raise interrupted

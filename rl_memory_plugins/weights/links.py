@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import TYPE_CHECKING
+from contextlib import nullcontext, suppress
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError
+from rl_memory_plugins.memory.threads import in_parallel
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.buffers.streamed import memory_of
 from rl_memory_plugins.weights.communicators import joining
@@ -35,16 +37,48 @@ def give_up(ranks: Sequence[ConnectedRank], error: RLMemoryError, timeout_s: flo
     for rank in reading:
         rank.connection.finish()
     for rank in reading:
-        with contextlib.suppress(WeightUpdateError):
+        with suppress(WeightUpdateError):
             rank.connection.await_end(deadline.remaining())
 
 
-def send_bytes(rank: ConnectedRank, data: torch.Tensor, timeout_s: float) -> None:
-    """Send the bytes of a bucket, after its message. Over a communicator, only begin to.
+class Outgoing(NamedTuple):
+    """A bucket for one rank: its message, and its bytes in a buffer."""
+
+    rank: ConnectedRank
+    message: wire.Bucket
+    data: torch.Tensor
+
+
+def send_buckets(buckets: Sequence[Outgoing], timeout_s: float) -> None:
+    """Send buckets to ranks: over TCP to all at a time; over communicators, only begin to, in the given order.
 
     Raises:
-        RLMemoryError: the rank does not take them, has failed, or is gone.
+        RLMemoryError: a rank does not take its bucket, has failed, or is gone. The others have got theirs, or not.
     """
+    for one in buckets:
+        if one.rank.communicator is not None:
+            _send_bucket(one, timeout_s)
+    calls = [partial(_send_bucket, one, timeout_s) for one in buckets if one.rank.communicator is None]
+    if len(calls) == 1:
+        calls[0]()
+        return
+
+    def stop() -> None:
+        for one in buckets:
+            one.rank.connection.cut()
+
+    in_parallel(calls, "rl-memory-send", to_the_end=True, stop=stop)  # the caller frees the buffers
+
+
+def _send_bucket(bucket: Outgoing, timeout_s: float) -> None:
+    """The bytes follow right after the message: what comes between would be read as bytes."""
+    rank, message, data = bucket
+    with nullcontext() if rank.communicator is not None else rank.connection.unbroken():
+        rank.connection.send(message, timeout_s)
+        _send_bytes(rank, data, timeout_s)
+
+
+def _send_bytes(rank: ConnectedRank, data: torch.Tensor, timeout_s: float) -> None:
     if rank.communicator is None:
         rank.connection.send_bytes(memory_of(data), timeout_s)
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -12,7 +11,7 @@ from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.buffers import NcclStaging, StreamedStaging
 from rl_memory_plugins.weights.communicators import COMMUNICATORS, SEAL_BYTES, joining
-from rl_memory_plugins.weights.links import await_slot, send_bytes
+from rl_memory_plugins.weights.links import Outgoing, await_slot, send_buckets
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, TensorSpec, align
 from rl_memory_plugins.weights.shards import Piece, Pieces, checksum_of, turn
 from rl_memory_plugins.weights.slices import Cut, Slice
@@ -204,9 +203,10 @@ class Parts:
                 if group.is_first:
                     rank.connection.send(wire.Bucket(slot, group.parts[number].entries), self._timeout_s)
             with timed(self._seconds, "send"):
-                for rank, group in self._by_turn:
-                    if group.parts[number].pieces:
-                        self._send(rank, group, messages[group])
+                outgoing = [
+                    self._outgoing(rank, group, messages[group]) for rank, group in self._by_turn if group in messages
+                ]
+                send_buckets(outgoing, self._timeout_s)
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
         with timed(self._seconds, "wait"):
@@ -220,15 +220,11 @@ class Parts:
         checksum = checksum_of(group.buffer.sent(slot, packed, b""), pieces)
         return wire.Bucket(slot, packed, os.urandom(SEAL_BYTES), checksum)
 
-    def _send(self, rank: ConnectedRank, group: _Group, message: wire.Bucket) -> None:
-        """Send the pieces of a bucket, right after their message: what comes between would be read as their bytes."""
-        together = contextlib.nullcontext() if rank.communicator is not None else rank.connection.unbroken()
+    @staticmethod
+    def _outgoing(rank: ConnectedRank, group: _Group, message: wire.Bucket) -> Outgoing:
         assert group.buffer is not None
         seal = message.seal if rank.communicator is not None else b""
-        data = group.buffer.sent(message.slot, message.entries, seal)
-        with together:
-            rank.connection.send(message, self._timeout_s)
-            send_bytes(rank, data, self._timeout_s)
+        return Outgoing(rank, message, group.buffer.sent(message.slot, message.entries, seal))
 
     def _pack(
         self, number: int, slot: int, entries: Sequence[BucketEntry], tensors: Iterator[tuple[str, torch.Tensor]]

@@ -21,7 +21,7 @@ from rl_memory_plugins.weights.communicators.kept import OF_TRAINER
 from rl_memory_plugins.weights.connected_rank import ConnectedRank
 from rl_memory_plugins.weights.division import Need
 from rl_memory_plugins.weights.doors import Advertise
-from rl_memory_plugins.weights.links import await_slot, give_up, send_bytes
+from rl_memory_plugins.weights.links import Outgoing, await_slot, give_up, send_buckets
 from rl_memory_plugins.weights.listener import Listener
 from rl_memory_plugins.weights.manifest import SLOTS, BucketEntry, Manifest, manifest_error, remembered
 from rl_memory_plugins.weights.overrides import as_sharded, resident_of
@@ -399,14 +399,21 @@ class WeightSender:
                 for copy in packed.copies:
                     copy.synchronize()
         slot = packed.slot
+        outgoing: list[Outgoing] = []
         for route, places in packed.placed.items():
             seal = os.urandom(SEAL_BYTES) if route.transport in COMMUNICATORS else b""
+            message = wire.Bucket(slot, places, seal)
             for rank in route.ranks:
                 rank.unacknowledged.append(slot)
-                rank.connection.send(wire.Bucket(slot, places, seal), self._timeout_s)
-                if isinstance(route.buffer, (NcclStaging, StreamedStaging)):
-                    with timed(self._seconds, "send"):
-                        send_bytes(rank, route.buffer.sent(slot, places, seal), self._timeout_s)
+            if isinstance(route.buffer, (NcclStaging, StreamedStaging)):
+                data = route.buffer.sent(slot, places, seal)
+                outgoing += [Outgoing(rank, message, data) for rank in route.ranks]
+                continue
+            for rank in route.ranks:
+                rank.connection.send(message, self._timeout_s)
+        if outgoing:
+            with timed(self._seconds, "send"):
+                send_buckets(outgoing, self._timeout_s)
 
     def _hold(self, routes: list[Route]) -> None:
         """Keep the connections to receivers that leave this process's memory open, and communicators."""

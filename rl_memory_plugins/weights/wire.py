@@ -389,6 +389,12 @@ class Connection:
         pid, _, _ = struct.unpack("3i", self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         return f"{pid}: {self.peer}"
 
+    def cut(self) -> None:
+        """End both directions at once if something is being sent: the thread that sends it gets an error."""
+        if self._is_cut or self._is_unbroken:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
     def finish(self) -> None:
         """End the sending direction."""
         with contextlib.suppress(OSError):

@@ -98,6 +98,15 @@ def test_an_interrupt_waits_for_calls_in_parallel(to_the_end, times):
     assert ended == [0.1, 1.0]
 
 
+def test_an_interrupt_makes_calls_end_that_can_be_stopped():
+    begun, stopped = threading.Event(), threading.Event()
+    calls = [lambda: (begun.set(), stopped.wait(60))] * 2
+    start = time.monotonic()
+    with interrupts(begun), pytest.raises(KeyboardInterrupt):
+        in_parallel(calls, NAME, to_the_end=True, stop=stopped.set)
+    assert time.monotonic() - start < 30
+
+
 def test_a_second_interrupt_need_not_wait():
     begun, go_on = threading.Event(), threading.Event()
     with interrupts(begun, 2), pytest.raises(KeyboardInterrupt):

@@ -18,7 +18,7 @@ from rl_memory_plugins.errors import (
     WeightUpdateError,
 )
 from rl_memory_plugins.tags import Content
-from rl_memory_plugins.weights import assembly, parts, routes, session, wire
+from rl_memory_plugins.weights import assembly, links, parts, routes, session, wire
 from rl_memory_plugins.weights.answers import Senders, of_senders
 from rl_memory_plugins.weights.assembly import Assembly
 from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached
@@ -481,30 +481,28 @@ def test_links_over_nccl_are_tried_only_where_both_ends_have_the_same():
 
 def test_an_error_of_a_process_between_two_ranks_reaches_both(ranks, monkeypatch):
     """It is not taken for the bytes that a message has announced."""
-    real, sends = parts.Parts._send, []
+    real, sends = links._send_bucket, itertools.count(1)
 
-    def send(self, rank, group, message):
-        if group.is_first:
-            sends.append(rank.rank)
-            if len(sends) == 3:
-                raise RLMemoryError("the source is broken")
-        real(self, rank, group, message)
+    def send(bucket, timeout_s):
+        if bucket.rank.number < 0 and next(sends) == 3:  # of the process that serves the ranks
+            raise RLMemoryError("the source is broken")
+        real(bucket, timeout_s)
 
-    monkeypatch.setattr(parts.Parts, "_send", send)
+    monkeypatch.setattr(links, "_send_bucket", send)
     found, receiving = update(ranks, held(2), bucket_bytes=256)
     assert "the source is broken" in str(found[0])
     assert ["the source is broken" in str(thread.error) for thread in receiving] == [True, True]
 
 
 def test_an_error_between_a_message_and_its_bytes_is_not_taken_for_them(ranks, monkeypatch):
-    real, sends = parts.send_bytes, itertools.count(1)
+    real, sends = links._send_bytes, itertools.count(1)
 
     def send(rank, data, timeout_s):
         if next(sends) == 7:
             raise RLMemoryError("the source is broken")
         real(rank, data, timeout_s)
 
-    monkeypatch.setattr(parts, "send_bytes", send)
+    monkeypatch.setattr(links, "_send_bytes", send)
     found, receiving = update(ranks, held(2), bucket_bytes=256)
     assert "the source is broken" in [str(one) for one in found]
     assert all(thread.error.details.get("reason") != "checksum" for thread in receiving)

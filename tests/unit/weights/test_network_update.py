@@ -3,6 +3,7 @@
 import contextlib
 import re
 import select
+import signal
 import socket
 import threading
 import time
@@ -408,6 +409,57 @@ def test_the_reason_of_a_rank_reaches_a_trainer_that_is_busy_sending(security):
     tensors["a"][5] = 1.0
     assert not isinstance(update([rank], tensors, bucket_bytes=16 << 20, **security)[0], Exception)
     assert all(torch.equal(parameter, tensors[name]) for name, parameter in rank.model.named_parameters())
+
+
+def test_no_rank_waits_for_the_bytes_of_another(security, monkeypatch):
+    """No rank reads the bytes of its first bucket before all ranks have been told of theirs."""
+    met, read, reading = threading.Barrier(3, timeout=10.0), wire.Connection.receive_bytes, set()
+
+    def after_all(connection, *arguments):
+        if connection not in reading:
+            reading.add(connection)
+            met.wait()
+        read(connection, *arguments)
+
+    monkeypatch.setattr(wire.Connection, "receive_bytes", after_all)
+    ranks = [Rank(Large(), number) for number in range(3)]
+    tensors = {name: torch.full((4 << 20,), float(number)) for number, name in enumerate("abcd")}
+    report, threads = update(ranks, tensors, bucket_bytes=16 << 20, **security)
+    assert [thread.error for thread in threads] == [None] * 3, report
+    for rank in ranks:
+        assert all(torch.equal(parameter, tensors[name]) for name, parameter in rank.model.named_parameters())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_an_interrupt_does_not_wait_for_ranks_that_take_nothing(security, monkeypatch, count):
+    """Neither here, nor on the ranks: their connections end."""
+    sending, go_on = threading.Barrier(count + 1), threading.Event()
+
+    def read(connection, memory, timeout_s):
+        sending.wait(10)
+        go_on.wait(30)
+        fill(connection, memory, timeout_s)
+
+    fill = wire.Connection.receive_bytes
+    monkeypatch.setattr(wire.Connection, "receive_bytes", read)
+    ranks = [Rank(Large(), number) for number in range(count)]
+    tensors = {name: torch.ones(4 << 20) for name in "abcd"}
+
+    def interrupt():
+        sending.wait(10)
+        time.sleep(0.2)  # until the sockets are full
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with WeightSender(count, timeout_s=30, bucket_bytes=16 << 20, **security) as sender:
+        threads = [Receiving(rank, sender, timeout_s=30) for rank in ranks]
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            sender.send(as_source(tensors))
+        assert time.monotonic() - start < 15  # not the timeout
+    go_on.set()
+    assert [thread.join().error.details["reason"] for thread in threads] == ["lost"] * count
+    assert all(rank.manager.content is Content.VALID for rank in ranks)  # no bucket has arrived as a whole
 
 
 def test_a_source_that_fails_in_the_middle_says_why(security):
