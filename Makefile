@@ -282,13 +282,14 @@ test-trl: env-trainers
 test-ray: env-trainers env-verl-sglang
 	+$(SIDE_BY_SIDE) test-ray-fleets test-ray-others
 
-# Fleets of vLLM engines.
+# Fleets of vLLM engines. Both parts take as long.
+RAY_FLEETS := $(patsubst %,tests/ray/test_%.py,fleet placement)
 test-ray-fleets: env-trainers
-	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_fleet.py
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RAY_FLEETS)
 
 # One engine, also of SGLang, and the example.
 test-ray-others: env-trainers env-verl-sglang
-	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray --ignore tests/ray/test_sglang.py --ignore tests/ray/test_fleet.py
+	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray $(addprefix --ignore ,tests/ray/test_sglang.py $(RAY_FLEETS))
 	$(VERL_SGLANG_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/ray/test_sglang.py
 	$(TRAINERS_ENV)/bin/python -m integration.ray_grpo --quick --out .pytest_cache/$@
 

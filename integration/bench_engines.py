@@ -1,11 +1,12 @@
-"""One update of several engines over TCP, each behind a link of its own: whether they receive at a time.
+"""One update of several engines over TCP, each behind a link of its own, or all behind one.
 
     python -m integration.bench_engines --out results.json
 
 Needs Linux, root, and the commands `ip` and `tc`; neither an engine nor a GPU. Each engine is a stand-in with one rank,
-in a network namespace of its own. The trainer sends it at most `--mbit` megabits per second.
+in a network namespace. Over each link the trainer sends at most `--mbit` megabits per second.
 
-    update_s     from making the `WeightSender` to the end of `send`; with their number, and whether with TLS
+    update_s     from making the `WeightSender` to the end of `send`; with the number of engines, whether they share a
+                 link, and whether with TLS
     of_one       the median over that of one engine
 """
 
@@ -17,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -36,26 +38,25 @@ from rl_memory_plugins.weights.update_hosts import UpdateHosts
 TENSORS, TENSOR_BYTES = 8, 32 << 20
 ENGINES = (1, 2, 4)
 TIMEOUT_S = 60.0
+ANYWHERE = UpdateHosts("0.0.0.0/0")
 
 
 class Engine:
-    """One rank with parameters in host memory, on another host."""
+    """One rank with parameters in host memory."""
 
-    def __init__(self, number: int, host: TwoHosts) -> None:
-        self._host = host
+    def __init__(self, number: int) -> None:
         self.parameters = {
             f"layers.{index}.weight": torch.zeros(TENSOR_BYTES // 2, dtype=torch.bfloat16) for index in range(TENSORS)
         }
         self._manager = MemoryManager(number, FakeAllocator(FakeDevice(f"fake:{number}")), PagedArena(), lambda tag: [])
-        loader = ModelLoader(self._load, lambda: self.parameters)
-        self._receiver = WeightReceiver(self._manager, loader, hosts=UpdateHosts(host.networks))
+        self._receiver = WeightReceiver(self._manager, ModelLoader(self._load, lambda: self.parameters), hosts=ANYWHERE)
 
     def _load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         for name, tensor in weights:
             self.parameters[name].copy_(tensor)
 
-    def receive(self, sender: WeightSender, place: str) -> None:
-        self._host.enter()
+    def receive(self, sender: WeightSender, place: str, host: TwoHosts) -> None:
+        host.enter()
         try:
             self._receiver.receive({"*": place}, sender.token, TIMEOUT_S)
         finally:
@@ -66,12 +67,13 @@ def update(engines: Sequence[Engine], hosts: Sequence[TwoHosts], value: float, *
     """The seconds of one update, which fills all parameters with `value`."""
     tensors = {name: torch.full_like(tensor, value) for name, tensor in engines[0].parameters.items()}
     start = time.perf_counter()
-    advertise = [host.addresses[0] for host in hosts]
+    advertise = list(dict.fromkeys(host.addresses[0] for host in hosts))
     with WeightSender(len(engines), timeout_s=TIMEOUT_S, transport="tcp", advertise=advertise, tls=tls) as sender:
         places = sender.endpoints["*"]
+        places = [places] * len(engines) if isinstance(places, str) else places
         receiving = [
-            threading.Thread(target=engine.receive, args=(sender, place), daemon=True)
-            for engine, place in zip(engines, [places] if isinstance(places, str) else places, strict=True)
+            threading.Thread(target=engine.receive, args=(sender, *where), daemon=True)
+            for engine, *where in zip(engines, places, hosts, strict=True)
         ]
         for thread in receiving:
             thread.start()
@@ -98,13 +100,14 @@ def main() -> None:
         hosts = [stack.enter_context(TwoHosts(number)) for number in range(max(ENGINES))]
         for host in hosts:
             host.limit(arguments.mbit)
-        engines = [Engine(number, host) for number, host in enumerate(hosts)]
-        for tls in (False, True):
+        engines = [Engine(number) for number in range(max(ENGINES))]
+        for shared, tls in product((False, True), repeat=2):
             alone = 0.0
             for count in ENGINES:
-                figures = Records(arguments.out, {**common, "engines": count, "tls": tls})
+                figures = Records(arguments.out, {**common, "engines": count, "shared": shared, "tls": tls})
                 seconds = [
-                    update(engines[:count], hosts[:count], repeat + 1, tls=tls) for repeat in range(arguments.repeats)
+                    update(engines[:count], [hosts[0]] * count if shared else hosts[:count], repeat + 1, tls=tls)
+                    for repeat in range(arguments.repeats)
                 ]
                 figures.add("update_s", seconds, "s")
                 alone = alone or statistics.median(seconds)

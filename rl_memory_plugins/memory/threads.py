@@ -58,7 +58,7 @@ class Beside(Generic[T]):
 
     def __init__(self, run: Callable[[], T], name: str, *, daemon: bool = True) -> None:
         self._run = run
-        self._begun = threading.Lock()  # held from the begin of the function on, for ever
+        self._claims: list[object | None] = []  # the first decides: `None` keeps the function from beginning
         self._has_started = self._has_ended = False
         self._process = os.getpid()  # a child by fork has no thread to wait for
         self._end = threading.Lock()  # held until the function has ended; what counts is `_has_ended`
@@ -92,7 +92,8 @@ class Beside(Generic[T]):
         return self
 
     def _keep(self, run: Callable[[], T]) -> None:
-        if not self._begun.acquire(blocking=False):
+        self._claims.append(own := object())
+        if self._claims[0] is not own:
             return
         try:
             self._results.append(run())
@@ -108,7 +109,8 @@ class Beside(Generic[T]):
 
     def cancel(self) -> None:
         """Let the function not begin any more. After an interrupted `start` the thread may still come."""
-        if self._begun.acquire(blocking=False):
+        self._claims.append(None)
+        if self._claims[0] is None and not self._has_ended:
             self._note_end()
 
     @property
@@ -120,7 +122,7 @@ class Beside(Generic[T]):
         """Wait for the end of the function, if it runs and is not the caller."""
         if self.is_here or self._process != os.getpid():
             return
-        while not self._has_ended and (self._has_started or self._begun.locked()):
+        while not self._has_ended and (self._has_started or self._claims):
             if self._end.acquire(timeout=WAIT_S):
                 self._end.release()  # others wait too; if an interrupt comes first, they look again in `WAIT_S`
 
@@ -154,7 +156,7 @@ def in_parallel(
     Args:
         name: The name of the threads.
         to_the_end: Whether it waits on after a second interrupt too: the calls use memory that the caller frees.
-        stop: Called after an interrupt. Makes the calls end that run.
+        stop: Called after each interrupt. Makes the calls end that run.
 
     Returns: the results, in the order of the calls.
 
@@ -166,6 +168,11 @@ def in_parallel(
     number = 0
     while True:
         try:
+            if interrupted is not None:
+                for one in running:
+                    one.cancel()
+                if stop is not None:
+                    stop()
             while number < len(running):
                 running[number].start()
                 number += 1
@@ -173,14 +180,10 @@ def in_parallel(
                 one.join()
             break
         except BaseException as error:
-            number = len(running)
-            for one in running:
-                one.cancel()
             if interrupted is not None and not to_the_end:
                 raise
+            number = len(running)
             interrupted = error
-            if stop is not None:
-                stop()
     try:
         if interrupted is not None:
             raise interrupted

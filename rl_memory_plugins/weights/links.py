@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext, suppress
+import threading
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,10 +14,11 @@ from rl_memory_plugins.weights.buffers.streamed import memory_of
 from rl_memory_plugins.weights.communicators import joining
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
+    from rl_memory_plugins.weights.communicators import Communicator
     from rl_memory_plugins.weights.connected_rank import ConnectedRank
     from rl_memory_plugins.weights.listener import Listener
 
@@ -53,44 +55,91 @@ def send_buckets(buckets: Sequence[Outgoing], timeout_s: float) -> None:
     """Send buckets to ranks: over TCP to all at a time; over communicators, only begin to, in the given order.
 
     Raises:
-        RLMemoryError: a rank does not take its bucket, has failed, or is gone. The others have got theirs, or not.
+        RLMemoryError: a rank does not take its bucket, has failed, or is gone.
     """
+    streams = []
     for one in buckets:
-        if one.rank.communicator is not None:
-            _send_bucket(one, timeout_s)
-    calls = [partial(_send_bucket, one, timeout_s) for one in buckets if one.rank.communicator is None]
-    if len(calls) == 1:
-        calls[0]()
-        return
-
-    def stop() -> None:
-        for one in buckets:
-            one.rank.connection.cut()
-
-    in_parallel(calls, "rl-memory-send", to_the_end=True, stop=stop)  # the caller frees the buffers
+        if one.rank.communicator is None:
+            streams.append(one)
+        else:
+            _begin(one, one.rank.communicator, timeout_s)
+    if len(streams) == 1:
+        _stream(streams[0], timeout_s)
+    elif streams:
+        _Streams(streams, timeout_s).run()
 
 
-def _send_bucket(bucket: Outgoing, timeout_s: float) -> None:
-    """The bytes follow right after the message: what comes between would be read as bytes."""
-    rank, message, data = bucket
-    with nullcontext() if rank.communicator is not None else rank.connection.unbroken():
-        rank.connection.send(message, timeout_s)
-        _send_bytes(rank, data, timeout_s)
-
-
-def _send_bytes(rank: ConnectedRank, data: torch.Tensor, timeout_s: float) -> None:
-    if rank.communicator is None:
-        rank.connection.send_bytes(memory_of(data), timeout_s)
-        return
+def _begin(bucket: Outgoing, communicator: Communicator, timeout_s: float) -> None:
+    connection = bucket.rank.connection
+    connection.send(bucket.message, timeout_s)
     try:
-        rank.communicator.send(data, rank.connection, timeout_s)
+        communicator.send(bucket.data, connection, timeout_s)
     except TimeoutError:
-        raise rank.connection.stalled("did not take the bytes of a bucket", timeout_s) from None
+        raise connection.stalled("did not take the bytes of a bucket", timeout_s) from None
     except OSError as error:
         problem = str(error)
     else:
         return
-    rank.connection.raise_cause(f"took no bucket: {problem}")
+    connection.raise_cause(f"took no bucket: {problem}")
+
+
+def _stream(bucket: Outgoing, timeout_s: float, is_over: Callable[[], bool] = lambda: False) -> None:
+    """`is_over`: asked once `Connection.cut` has an effect."""
+    connection = bucket.rank.connection
+    with connection.unbroken():  # what came between the message and its bytes would be read as bytes
+        if not is_over():
+            connection.send(bucket.message, timeout_s)
+            connection.send_bytes(memory_of(bucket.data), timeout_s)
+
+
+class _Streams:
+    """Buckets that travel to several ranks at a time. If one fails, the others have a while to end: a rank that has its
+    whole bucket can be told why the update fails.
+    """
+
+    def __init__(self, buckets: Sequence[Outgoing], timeout_s: float) -> None:
+        self._buckets = buckets
+        self._timeout_s = timeout_s
+        self._changed = threading.Condition()
+        self._running = 0
+        self._errors: list[Exception] = []  # in the order of time
+        self._is_over = False
+
+    def run(self) -> None:
+        """
+        Raises:
+            RLMemoryError: the first that says more than that a rank has stalled or is gone; else the first.
+        """
+        try:
+            calls = [partial(self._send, one) for one in self._buckets]
+            in_parallel(calls, "rl-memory-send", to_the_end=True, stop=self._stop)  # the caller frees the buffers
+            if self._errors:
+                raise min(self._errors, key=_is_vague)
+        finally:
+            self._errors.clear()  # breaks the reference cycles between the errors and this object
+
+    def _send(self, bucket: Outgoing) -> None:
+        with self._changed:
+            self._running += 1
+        try:
+            _stream(bucket, self._timeout_s, lambda: self._is_over)
+        except Exception as error:
+            self._errors.append(error)
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
+            if self._errors and not self._is_over:
+                self._changed.wait_for(lambda: not self._running, min(self._timeout_s, LONGEST_FAREWELL_S))
+                self._stop()
+
+    def _stop(self) -> None:
+        self._is_over = True
+        for one in self._buckets:
+            one.rank.connection.cut()
+
+
+def _is_vague(error: Exception) -> bool:
+    return isinstance(error, WeightUpdateError) and error.details.get("reason") in ("lost", "stalled")
 
 
 def await_slot(listener: Listener, slot: int) -> None:

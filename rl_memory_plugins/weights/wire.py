@@ -393,7 +393,7 @@ class Connection:
         """End both directions at once if something is being sent: the thread that sends it gets an error."""
         if self._is_cut or self._is_unbroken:
             with contextlib.suppress(OSError):
-                self._sock.shutdown(socket.SHUT_RDWR)
+                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # that of TLS would go on in clear text
 
     def finish(self) -> None:
         """End the sending direction."""

@@ -481,28 +481,28 @@ def test_links_over_nccl_are_tried_only_where_both_ends_have_the_same():
 
 def test_an_error_of_a_process_between_two_ranks_reaches_both(ranks, monkeypatch):
     """It is not taken for the bytes that a message has announced."""
-    real, sends = links._send_bucket, itertools.count(1)
+    real, sends = links._stream, itertools.count(1)
 
-    def send(bucket, timeout_s):
+    def send(bucket, *arguments):
         if bucket.rank.number < 0 and next(sends) == 3:  # of the process that serves the ranks
             raise RLMemoryError("the source is broken")
-        real(bucket, timeout_s)
+        real(bucket, *arguments)
 
-    monkeypatch.setattr(links, "_send_bucket", send)
+    monkeypatch.setattr(links, "_stream", send)
     found, receiving = update(ranks, held(2), bucket_bytes=256)
     assert "the source is broken" in str(found[0])
     assert ["the source is broken" in str(thread.error) for thread in receiving] == [True, True]
 
 
 def test_an_error_between_a_message_and_its_bytes_is_not_taken_for_them(ranks, monkeypatch):
-    real, sends = links._send_bytes, itertools.count(1)
+    real, sends = wire.Connection.send_bytes, itertools.count(1)
 
-    def send(rank, data, timeout_s):
+    def send(connection, data, timeout_s):
         if next(sends) == 7:
             raise RLMemoryError("the source is broken")
-        real(rank, data, timeout_s)
+        real(connection, data, timeout_s)
 
-    monkeypatch.setattr(links, "_send_bytes", send)
+    monkeypatch.setattr(wire.Connection, "send_bytes", send)
     found, receiving = update(ranks, held(2), bucket_bytes=256)
     assert "the source is broken" in [str(one) for one in found]
     assert all(thread.error.details.get("reason") != "checksum" for thread in receiving)

@@ -30,6 +30,7 @@ from rl_memory_plugins.trainer import ModelSource, push_weights
 from rl_memory_plugins.trainer.sources.model import as_source
 from rl_memory_plugins.trainer.update import require_options
 from rl_memory_plugins.weights import addresses, dial, greeter, tls, wire
+from rl_memory_plugins.weights import links as links_of_sender
 from rl_memory_plugins.weights.buffers import StreamedAttached, StreamedStaging
 from rl_memory_plugins.weights.buffers.streamed import memory_of
 from rl_memory_plugins.weights.listener import Listener
@@ -428,6 +429,49 @@ def test_no_rank_waits_for_the_bytes_of_another(security, monkeypatch):
     assert [thread.error for thread in threads] == [None] * 3, report
     for rank in ranks:
         assert all(torch.equal(parameter, tensors[name]) for name, parameter in rank.model.named_parameters())
+
+
+@pytest.mark.parametrize("first", ["gone", "silent", "late"])
+def test_the_rank_that_knows_why_is_heard_while_others_take_nothing(security, monkeypatch, first):
+    """Rank 0 closes its connection, reads nothing, or reads after the other one has failed. Rank 1 says why it fails."""
+    fill, failed, go_on = wire.Connection.receive_bytes, threading.Event(), threading.Event()
+
+    def read(connection, memory, timeout_s):
+        if threading.current_thread() is threads[1]:
+            failed.set()
+            raise WeightUpdateError("the slot is broken", reason="broken")
+        if first == "gone":
+            raise ConnectionResetError
+        failed.wait(10)
+        if first == "silent":
+            go_on.wait(60)
+        fill(connection, memory, timeout_s)
+
+    monkeypatch.setattr(wire.Connection, "receive_bytes", read)
+    monkeypatch.setattr(links_of_sender, "LONGEST_FAREWELL_S", 1.0 if first == "silent" else 10.0)
+    ranks, threads = [Rank(Large(), number) for number in range(2)], []
+    with WeightSender(2, timeout_s=60, bucket_bytes=16 << 20, **security) as sender:
+        threads += [Receiving(rank, sender, timeout_s=60) for rank in ranks]
+        outcome = send(sender, {name: torch.ones(4 << 20) for name in "abcd"})
+    go_on.set()
+    assert outcome.details["reason"] == "broken", outcome
+    reasons = [thread.join().error.details.get("reason") for thread in threads]
+    assert reasons[1] == "broken"
+    if first == "late":
+        assert "the slot is broken" in str(threads[0].error)
+    assert ranks[1].manager.content is Content.VALID
+
+
+def test_what_is_cut_sends_nothing_in_clear_text(monkeypatch):
+    """Another thread may be about to send, and only then the connection ends."""
+    with connected(tls=True) as (endpoint, sock):
+        trainer, rank = endpoint.ranks[0].connection, wire.Connection(sock, "the trainer")
+        trainer._is_unbroken = True
+        with monkeypatch.context() as patched:
+            patched.setattr(socket.socket, "shutdown", lambda *_: None)
+            trainer.cut()
+        trainer.send(wire.Commit([]), 5.0)
+        assert isinstance(rank.receive(wire.Message, timeout_s=5.0), wire.Commit)
 
 
 @pytest.mark.parametrize("count", [1, 3])
