@@ -433,7 +433,7 @@ def test_no_rank_waits_for_the_bytes_of_another(security, monkeypatch):
 
 @pytest.mark.parametrize("first", ["gone", "silent", "late"])
 def test_the_rank_that_knows_why_is_heard_while_others_take_nothing(security, monkeypatch, first):
-    """Rank 0 closes its connection, reads nothing, or reads after the other one has failed. Rank 1 says why it fails."""
+    """Rank 0 closes its connection, reads nothing, or reads after rank 1 has failed. Rank 1 says why."""
     fill, failed, go_on = wire.Connection.receive_bytes, threading.Event(), threading.Event()
 
     def read(connection, memory, timeout_s):
