@@ -7,13 +7,15 @@ import signal
 import socket
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import no_collection
 from links import Link, through
 from test_update import NOTHING, counts, failing_loader, left_since
-from toys import Rank, Receiving, ToyModel, checkpoint, loaded
+from toys import Rank, Receiving, ToyModel, Tracked, checkpoint, loaded
 
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import (
@@ -440,9 +442,9 @@ def test_the_rank_that_knows_why_is_heard_while_others_take_nothing(security, mo
         if threading.current_thread() is threads[1]:
             failed.set()
             raise WeightUpdateError("the slot is broken", reason="broken")
-        if first == "gone":
-            raise ConnectionResetError
         failed.wait(10)
+        if first == "gone":
+            connection.close()
         if first == "silent":
             go_on.wait(60)
         fill(connection, memory, timeout_s)
@@ -460,6 +462,30 @@ def test_the_rank_that_knows_why_is_heard_while_others_take_nothing(security, mo
     if first == "late":
         assert "the slot is broken" in str(threads[0].error)
     assert ranks[1].manager.content is Content.VALID
+
+
+def test_ranks_that_fail_leave_the_source_and_their_errors_at_once(security, monkeypatch):
+    def fail(connection, memory, timeout_s):
+        raise WeightUpdateError("the slot is broken", reason="broken")
+
+    gone, is_vague = [], links_of_sender._is_vague
+
+    def noted(error):
+        gone.append(weakref.ref(error))
+        return is_vague(error)
+
+    monkeypatch.setattr(wire.Connection, "receive_bytes", fail)
+    monkeypatch.setattr(links_of_sender, "_is_vague", noted)
+    source = Tracked({name: torch.ones(4 << 20) for name in "abcd"})
+    with no_collection(), WeightSender(2, timeout_s=30, bucket_bytes=16 << 20, **security) as sender:
+        threads = [Receiving(Rank(Large(), number), sender) for number in range(2)]
+        try:
+            sender.send(source)
+        except WeightUpdateError:
+            assert source.given and source.open == source.alive() == 0  # while the error is still held
+        assert gone and all(one() is None for one in gone)
+    for thread in threads:
+        thread.join()
 
 
 def test_what_is_cut_sends_nothing_in_clear_text(monkeypatch):
