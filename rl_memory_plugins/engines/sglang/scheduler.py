@@ -22,6 +22,7 @@ from rl_memory_plugins.engines.sglang import adapters, frozen, nodes, pipeline, 
 from rl_memory_plugins.engines.sglang.adapters import SglangAdapters
 from rl_memory_plugins.engines.sglang.draft import has_copies, runners_of
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER
+from rl_memory_plugins.engines.sglang.last_step import LastStep
 from rl_memory_plugins.engines.sglang.modes import LOCAL_CONTROL, refuse_modes
 from rl_memory_plugins.engines.sglang.nccl_suspend import use_suspendable_memory
 from rl_memory_plugins.engines.sglang.options import config_of
@@ -82,6 +83,7 @@ class SglangScheduler:
         )
         self.ranks = RankedGroup(self.worker.agent, group, stage)
         self.engine = SglangEngine(scheduler, self.ranks, self.all_batches)
+        self.last_step = LastStep(scheduler, self.ranks)
         self.worker.agent.receiver.before_writing = self.engine.end_frozen_step
         self.updates = EngineUpdates(
             self.worker.manager,
@@ -157,7 +159,7 @@ class SglangScheduler:
     @property
     def must_stay_awake(self) -> bool:
         """Whether something waits for the next passes of SGLang's loop."""
-        return self.engine.draining or bool(self.pipeline and self.pipeline.held)
+        return self.engine.draining or bool(self.last_step.held or (self.pipeline and self.pipeline.held))
 
     def after_input(self) -> None:
         self.engine.poll()
@@ -289,7 +291,7 @@ def _process_input_requests(
 ) -> Any:
     if added.pipeline is not None:
         return original(scheduler, added.answer_health_checks(added.pipeline.pass_on(recv_reqs)))
-    result = original(scheduler, added.answer_health_checks(recv_reqs))
+    result = original(scheduler, added.answer_health_checks(added.last_step.pass_on(recv_reqs)))
     added.after_input()
     return result
 

@@ -3,7 +3,6 @@
 import contextlib
 import re
 import select
-import signal
 import socket
 import threading
 import time
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import no_collection
+from helpers import interrupts, no_collection
 from links import Link, through
 from test_update import NOTHING, counts, failing_loader, left_since
 from toys import Rank, Receiving, ToyModel, Tracked, checkpoint, loaded
@@ -503,11 +502,12 @@ def test_what_is_cut_sends_nothing_in_clear_text(monkeypatch):
 @pytest.mark.parametrize("count", [1, 3])
 def test_an_interrupt_does_not_wait_for_ranks_that_take_nothing(security, monkeypatch, count):
     """Neither here, nor on the ranks: their connections end."""
-    sending, go_on = threading.Barrier(count + 1), threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
+    sending = threading.Barrier(count, action=begun.set)
 
     def read(connection, memory, timeout_s):
-        sending.wait(10)
-        go_on.wait(30)
+        sending.wait(30)
+        go_on.wait(60)
         fill(connection, memory, timeout_s)
 
     fill = wire.Connection.receive_bytes
@@ -515,13 +515,7 @@ def test_an_interrupt_does_not_wait_for_ranks_that_take_nothing(security, monkey
     ranks = [Rank(Large(), number) for number in range(count)]
     tensors = {name: torch.ones(4 << 20) for name in "abcd"}
 
-    def interrupt():
-        sending.wait(10)
-        time.sleep(0.2)  # until the sockets are full
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    threading.Thread(target=interrupt, daemon=True).start()
-    with WeightSender(count, timeout_s=30, bucket_bytes=16 << 20, **security) as sender:
+    with interrupts(begun), WeightSender(count, timeout_s=30, bucket_bytes=16 << 20, **security) as sender:
         threads = [Receiving(rank, sender, timeout_s=30) for rank in ranks]
         start = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
