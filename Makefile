@@ -282,7 +282,7 @@ test-trl: env-trainers
 test-ray: env-trainers env-verl-sglang
 	+$(SIDE_BY_SIDE) test-ray-fleets test-ray-others
 
-# Fleets of vLLM engines. Both parts take as long.
+# Fleets of vLLM engines, and where their ranks lie.
 RAY_FLEETS := $(patsubst %,tests/ray/test_%.py,fleet placement)
 test-ray-fleets: env-trainers
 	$(TRAINERS_ENV)/bin/python -m pytest $(PYTEST_FLAGS) $(RAY_FLEETS)

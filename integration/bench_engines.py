@@ -57,10 +57,8 @@ class Engine:
 
     def receive(self, sender: WeightSender, place: str, host: TwoHosts) -> None:
         host.enter()
-        try:
-            self._receiver.receive({"*": place}, sender.token, TIMEOUT_S)
-        finally:
-            self._manager.finish_writing(True)
+        self._receiver.receive({"*": place}, sender.token, TIMEOUT_S)
+        self._manager.finish_writing(True)
 
 
 def update(engines: Sequence[Engine], hosts: Sequence[TwoHosts], value: float, *, tls: bool) -> float:

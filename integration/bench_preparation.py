@@ -20,20 +20,17 @@ import argparse
 import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from integration import records
+from integration.bench_gpu import PROMPTS, REQUESTS, seconds_of
 from integration.gpu_subjects import ENGINES, host_held_mib
 from integration.models import SHAPES, write_model
 from integration.records import Records
 from integration.subjects import add_commit, described, succeeds
 
-PROMPT = [5 + index % 4 for index in range(256)]
-PROMPTS = [[5 + index, 6, 7, 8] for index in range(64)]
-TOKENS = 128
-REQUESTS, BATCHES = 150, 5
+TOKENS, BATCHES = 128, 5
 OPTIONS: dict[str, Any] = {"plugin": {}, "first_use": {"prepare_host_memory": "first_use"}, "native": None}
 
 
@@ -47,18 +44,13 @@ def measure(subject: Any, found: Records) -> None:
 
 def _serve(subject: Any, found: Records, when: str) -> None:
     held = host_held_mib()
-    seconds = [_seconds(subject, [PROMPT], 1) for _ in range(REQUESTS)]
+    seconds = [seconds_of(lambda: subject.generate([PROMPTS[0] * 64], 1)) for _ in range(REQUESTS)]
     grown = round(host_held_mib() - held)
     details = {"deciles": statistics.quantiles(seconds, n=10), "prepared_mib": grown}
     found.add(f"request{when}_s", seconds, "s", details)
-    rates = [len(PROMPTS) * TOKENS / _seconds(subject, PROMPTS, TOKENS) for _ in range(BATCHES)]
+    batches = [seconds_of(lambda: subject.generate(PROMPTS, TOKENS)) for _ in range(BATCHES)]
+    rates = [len(PROMPTS) * TOKENS / batch for batch in batches]
     found.add(f"decode{when}_tok_s", rates, "tokens/s")
-
-
-def _seconds(subject: Any, prompts: list[list[int]], tokens: int) -> float:
-    start = time.perf_counter()
-    subject.generate(prompts, tokens)
-    return time.perf_counter() - start
 
 
 def run_subject(arguments: argparse.Namespace) -> None:

@@ -14,7 +14,11 @@ CLONE_NEWNET = 0x40000000
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
+    _run("ip", *arguments)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=20)
 
 
 class TwoHosts:
@@ -77,9 +81,8 @@ class TwoHosts:
 
     def limit(self, mbit_s: int) -> None:
         """Let the trainer send at most so many megabits per second."""
-        command = ["tc", "qdisc", "replace", "dev", self.interface, "root", "tbf"]
-        bounds = ["rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "50ms"]
-        subprocess.run([*command, *bounds], check=True, capture_output=True, timeout=20)
+        bounds = ("rate", f"{mbit_s}mbit", "burst", "256kb", "latency", "50ms")
+        _run("tc", "qdisc", "replace", "dev", self.interface, "root", "tbf", *bounds)
 
     def enter(self) -> None:
         """Move this thread to the engine's host."""

@@ -193,8 +193,8 @@ class Parts:
                 await_slot(self._listener, slot)
             with timed(self._seconds, "pack"):
                 self._pack(number, slot, entries, tensors)
-                messages = {
-                    group: self._message(group, slot, group.parts[number].pieces)
+                packed = {
+                    group: self._packed(group, slot, group.parts[number].pieces)
                     for group in self._groups.values()
                     if group.ranks and group.parts[number].pieces
                 }
@@ -203,9 +203,7 @@ class Parts:
                 if group.is_first:
                     rank.connection.send(wire.Bucket(slot, group.parts[number].entries), self._timeout_s)
             with timed(self._seconds, "send"):
-                outgoing = [
-                    self._outgoing(rank, group, messages[group]) for rank, group in self._by_turn if group in messages
-                ]
+                outgoing = [Outgoing(rank, *packed[group]) for rank, group in self._by_turn if group in packed]
                 send_buckets(outgoing, self._timeout_s)
         for extra, _ in tensors:
             raise WeightUpdateError(f"the source yielded {extra}, which its specs do not list", name=extra)
@@ -214,17 +212,14 @@ class Parts:
                 await_slot(self._listener, slot)
 
     @staticmethod
-    def _message(group: _Group, slot: int, pieces: Sequence[Piece]) -> wire.Bucket:
+    def _packed(group: _Group, slot: int, pieces: Sequence[Piece]) -> tuple[wire.Bucket, torch.Tensor]:
+        """The message of what a group gets of a bucket, and the bytes that follow it."""
         packed = [piece.packed for piece in pieces]
         assert group.buffer is not None
         checksum = checksum_of(group.buffer.sent(slot, packed, b""), pieces)
-        return wire.Bucket(slot, packed, os.urandom(SEAL_BYTES), checksum)
-
-    @staticmethod
-    def _outgoing(rank: ConnectedRank, group: _Group, message: wire.Bucket) -> Outgoing:
-        assert group.buffer is not None
-        seal = message.seal if rank.communicator is not None else b""
-        return Outgoing(rank, message, group.buffer.sent(message.slot, message.entries, seal))
+        seal = os.urandom(SEAL_BYTES)
+        data = group.buffer.sent(slot, packed, seal if group.ranks[0].communicator is not None else b"")
+        return wire.Bucket(slot, packed, seal, checksum), data
 
     def _pack(
         self, number: int, slot: int, entries: Sequence[BucketEntry], tensors: Iterator[tuple[str, torch.Tensor]]

@@ -408,9 +408,9 @@ class WeightSender:
             if isinstance(route.buffer, (NcclStaging, StreamedStaging)):
                 data = route.buffer.sent(slot, places, seal)
                 outgoing += [Outgoing(rank, message, data) for rank in route.ranks]
-                continue
-            for rank in route.ranks:
-                rank.connection.send(message, self._timeout_s)
+            else:
+                for rank in route.ranks:
+                    rank.connection.send(message, self._timeout_s)
         if outgoing:
             with timed(self._seconds, "send"):
                 send_buckets(outgoing, self._timeout_s)

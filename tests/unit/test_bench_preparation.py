@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from integration import bench_preparation, records
+from integration import bench_gpu, bench_preparation, records
 
 
 class Subject:
@@ -28,7 +28,7 @@ def test_requests_are_recorded_while_host_memory_is_prepared_and_afterwards(tmp_
     monkeypatch.setattr(bench_preparation, "host_held_mib", lambda: 8.0 * subject.served)
     bench_preparation.measure(subject, records.Records(tmp_path / "out.json", {"round": 1}))
     found = {record["metric"]: record for record in records.read(tmp_path / "out.json")}
-    assert found["request_start_s"]["prepared_mib"] == 8 * bench_preparation.REQUESTS
+    assert found["request_start_s"]["prepared_mib"] == 8 * bench_gpu.REQUESTS
     assert found["request_s"]["prepared_mib"] == 0
     assert len(found["request_s"]["deciles"]) == 9
     assert found["decode_start_tok_s"]["n"] == found["decode_tok_s"]["n"] == bench_preparation.BATCHES

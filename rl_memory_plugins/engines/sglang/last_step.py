@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rl_memory_plugins.engines.sglang.pipeline import split_at
 from rl_memory_plugins.engines.sglang.scheduler_hooks import RankedGroup
 
 #: The most passes that an update waits; a request leaves the scheduler within three.
@@ -32,12 +33,10 @@ class LastStep:
 
         Returns those before it. All ranks call this at the same pass, with the same requests.
         """
-        requests, self.held = self.held + requests, []
-        for number, request in enumerate(requests):
-            if getattr(request, "flush_cache", False) and self._must_wait():
-                self.held = requests[number:]
-                return requests[:number]
-        return requests
+        before, self.held = split_at(
+            self.held + requests, lambda request: getattr(request, "flush_cache", False) and self._must_wait()
+        )
+        return before
 
     def _must_wait(self) -> bool:
         """Whether no rank has requests that run, and some rank has a last step. All ranks agree."""

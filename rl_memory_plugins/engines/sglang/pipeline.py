@@ -49,6 +49,14 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{SCHEDULER}.abort_request", _abort_stopped_requests_too)
 
 
+def split_at(requests: list[Any], must_wait: Callable[[Any], bool]) -> tuple[list[Any], list[Any]]:
+    """The requests before the first that must wait; and that one with all after it, which must not overtake it."""
+    for number, request in enumerate(requests):
+        if must_wait(request):
+            return requests[:number], requests[number:]
+    return requests, []
+
+
 class Pipeline:
     """The stage of one scheduler.
 
@@ -62,13 +70,9 @@ class Pipeline:
 
     def pass_on(self, requests: list[Any]) -> list[Any]:
         """Hold the first request of `AGREED`, and all after it. Returns those before it."""
-        first = 0 if self.held else len(requests)
-        for number, request in enumerate(requests[:first]):
-            if type(request).__name__ in AGREED:
-                first = number
-                break
-        self.held += requests[first:]
-        return requests[:first]
+        before, held = split_at(requests, lambda request: bool(self.held) or type(request).__name__ in AGREED)
+        self.held += held
+        return before
 
     @property
     def is_empty(self) -> bool:
