@@ -120,8 +120,9 @@ def load() -> tuple[dict[Run, Metrics], dict[str, Record]]:
             continue
         if "metric" not in content[0] or "engine_version" not in content[0]:  # of kinds of weights, or of trainers
             continue
-        # The page tells of several ranks, of whole training steps, and of turns outside these tables.
-        if {"tp", "gpus", "engines"} & content[0].keys():
+        # The page tells of several ranks, of whole training steps, of turns, and of the preparation of host memory
+        # outside these tables.
+        if {"tp", "gpus", "engines", "round"} & content[0].keys():
             continue
         for record in content:
             runs[run_of(path, record)][record["metric"]][record["subject"]] = record

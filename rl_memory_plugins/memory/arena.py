@@ -19,6 +19,7 @@ from rl_memory_plugins.memory.preparation import (
     Asked,
     Caller,
     Demand,
+    Pace,
     Preparation,
     PrepareMode,
 )
@@ -54,6 +55,7 @@ class PagedArena:
         shared: Buffers that this process shares with others; `None` if it shares none.
         is_busy: Whether a sleep or a wake acts, as the manager says. Meanwhile the background gives back little memory:
             each of the hundreds of driver calls of a sleep or a wake waits while a piece is unlocked.
+        pace: The pauses of what is allocated in the background. The engine tells it of its steps.
     """
 
     def __init__(self, max_bytes: int = 0, margin_bytes: int = 0, mode: PrepareMode = "auto") -> None:
@@ -61,6 +63,7 @@ class PagedArena:
         self.shared: SharedBuffers | None = None
         self.is_busy = False
         self.demand = Demand(mode)
+        self.pace = Pace()
         self._max_bytes = max_bytes
         self._margin_bytes = margin_bytes
         self._mappings: dict[int, mmap.mmap] = {}

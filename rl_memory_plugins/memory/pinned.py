@@ -22,7 +22,6 @@ from rl_memory_plugins.memory.arena import STEP_BYTES, PagedArena, Step, address
 from rl_memory_plugins.memory.copies import by_pieces, end_of_piece
 from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc, whole_pages
 from rl_memory_plugins.memory.preparation import (
-    PAUSE_S,
     SLEEP,
     AllocationCancelled,
     Caller,
@@ -92,11 +91,11 @@ class PinnedArena(PagedArena):
         lacks memory for a buffer, the `acquire` allocates it, or raises.
         """
         whole = [whole_pages(nbytes) for nbytes in sizes if nbytes]
-        return self._prepare(whole, lambda nbytes, *asked: self.release(self._allocate_patiently(nbytes, *asked)))
+        return self._prepare(whole, lambda nbytes, caller: self.release(self._allocate_patiently(nbytes, caller)))
 
     def prepare_file(self, nbytes: int, make: Callable[[Map], None]) -> Preparation | None:
-        def in_background(_: int, caller: Caller, pause: Callable[[], None]) -> None:
-            make(lambda file, size: self._allocate_patiently(size, caller, pause, file))
+        def in_background(_: int, caller: Caller) -> None:
+            make(lambda file, size: self._allocate_patiently(size, caller, file))
 
         return self._prepare([nbytes], in_background)
 
@@ -137,12 +136,7 @@ class PinnedArena(PagedArena):
 
     def _allocate_now(self, nbytes: int, caller: Caller, file: File | None = None) -> int:
         if nbytes > SMALL_BYTES and not caller.awaited():
-
-            def pause() -> None:
-                if not caller.awaited():
-                    time.sleep(PAUSE_S)
-
-            return self._allocate_patiently(nbytes, caller, pause, file, in_advance=False)
+            return self._allocate_patiently(nbytes, caller, file, in_advance=False)
 
         @contextmanager
         def step(rest: int) -> Iterator[bool]:
@@ -154,22 +148,19 @@ class PinnedArena(PagedArena):
             return self._allocate(nbytes, step, file)
 
     def _allocate_patiently(
-        self,
-        nbytes: int,
-        caller: Caller,
-        pause: Callable[[], None],
-        file: File | None = None,
-        *,
-        in_advance: bool = True,
+        self, nbytes: int, caller: Caller, file: File | None = None, *, in_advance: bool = True
     ) -> int:
         """Allocate a buffer in the background; see `Preparation`."""
+        start = time.monotonic()  # of the latest step, which includes the locking of its pages
 
         @contextmanager
         def step(rest: int) -> Iterator[bool]:
-            pause()  # outside the lock, which others get meanwhile
+            nonlocal start
+            self.pace.rest(time.monotonic() - start, caller)  # outside the lock, which others get meanwhile
             _check_not_cancelled(caller)
             # per step: a sleep of another rank waits for one step
             with one_at_a_time("host-memory", TURN_S, caller.go_on):
+                start = time.monotonic()
                 _check_not_cancelled(caller)
                 if in_advance and (file is None or file.is_new):
                     self._check_spare(rest)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from rl_memory_plugins.errors import RLMemoryError
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: The values of the option `prepare_host_memory`; `config.py` documents them.
 PrepareMode = Literal["auto", "start", "first_use"]
@@ -19,8 +24,13 @@ PrepareMode = Literal["auto", "start", "first_use"]
 MAX_OVERSIZE = 2
 #: After this many consecutive discarding sleeps, the memory for copies of the weights counts as unneeded.
 PATIENCE = 3
-#: The pause between two steps of background work. Other processes poll for the lock, and get it in the pause.
+#: The shortest pause between two steps of background work. Other processes poll for the lock, and get it in the pause.
 PAUSE_S = 0.03
+#: While the engine computes, background work rests so many times as long as it has worked. Kernels wait while pages are
+#: locked: with pauses of `PAUSE_S` alone, requests of 18 ms took 29.
+REST = 9
+#: The engine counts as computing for so long after it has begun a step; the prefill of a long prompt takes as long.
+COMPUTES_S = 1.0
 _POLL_S = 0.01
 
 
@@ -72,9 +82,45 @@ class Caller(NamedTuple):
 
 SLEEP = Caller()  # waits, and does not give up
 
-Make = Callable[[int, Caller, Callable[[], None]], None]
-"""Allocates a buffer of the given size for the caller. The third argument is called once before each step, outside the
-lock of all ranks: the pause that leaves time to the engine."""
+Make = Callable[[int, Caller], None]
+"""Allocates a buffer of the given size for the caller."""
+
+
+class Pace:
+    """The pauses of background work, which leave the driver and the processors to the engine."""
+
+    def __init__(self) -> None:
+        self._step = -math.inf  # the monotonic time of the engine's latest step
+
+    def noting(self, run: Callable[..., T]) -> Callable[..., T]:
+        """Wrap what the engine calls for each step."""
+
+        @functools.wraps(run)
+        def noted(*args: Any, **kwargs: Any) -> T:
+            self.note_step()
+            return run(*args, **kwargs)
+
+        return noted
+
+    def note_step(self) -> None:
+        """The engine begins or ends a step."""
+        self._step = time.monotonic()
+
+    @property
+    def engine_computes(self) -> bool:
+        """Whether the engine has noted a step lately."""
+        return time.monotonic() - self._step < COMPUTES_S
+
+    def rest(self, worked_s: float, caller: Caller) -> None:
+        """Pause after a step of background work that took so many seconds. Ends early if somebody waits for the memory,
+        or nobody wants it any more."""
+        start = time.monotonic()
+        while caller.go_on() and not caller.awaited():
+            pause = max(PAUSE_S, REST * worked_s if self.engine_computes else 0.0)
+            left = start + pause - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, _POLL_S))
 
 
 class Preparation(threading.Thread):
@@ -137,7 +183,7 @@ class Preparation(threading.Thread):
         for nbytes, done in self._buffers:
             try:
                 if not self._ended.is_set():
-                    self._make(nbytes, Caller(self._go_on, self._awaited.is_set), self._pause)
+                    self._make(nbytes, Caller(self._go_on, self._awaited.is_set))
             except AllocationCancelled:
                 pass
             except RLMemoryError as error:
@@ -146,10 +192,6 @@ class Preparation(threading.Thread):
                 logger.exception("host memory is not allocated in advance; a sleep that needs it allocates it")
             finally:
                 done.set()
-
-    def _pause(self) -> None:
-        if not self._awaited.is_set():
-            self._ended.wait(PAUSE_S)
 
     def _go_on(self) -> bool:
         return not self._ended.is_set()

@@ -9,6 +9,7 @@ import pytest
 from rl_memory_plugins.engines.sglang import scheduler
 from rl_memory_plugins.engines.sglang.scheduler_hooks import SglangEngine
 from rl_memory_plugins.errors import EngineAsleepError
+from rl_memory_plugins.memory.preparation import Pace
 
 
 @pytest.mark.parametrize(("draining", "naps"), [(True, 0), (False, 1)])
@@ -19,6 +20,18 @@ def test_a_drain_ends_when_the_last_request_does(draining: bool, naps: int) -> N
     added = types.SimpleNamespace(must_stay_awake=draining)
     maybe_sleep_on_idle(types.SimpleNamespace(rl_memory=added))
     assert len(napped) == naps
+
+
+def test_background_work_hears_of_each_step() -> None:
+    """Host memory is prepared while the first requests run, and would slow them by half."""
+    pace = Pace()
+    manager = types.SimpleNamespace(arena=types.SimpleNamespace(pace=pace))
+    added = types.SimpleNamespace(worker=types.SimpleNamespace(manager=manager))
+    results: list[object] = []
+    process = scheduler._process_once(lambda scheduler, batch, result: results.append(result))
+    assert not pace.engine_computes
+    process(types.SimpleNamespace(rl_memory=added), "a batch", "its result")
+    assert pace.engine_computes and results == ["its result"]
 
 
 @pytest.mark.parametrize("tags", [set(), {"kv_cache"}])

@@ -27,6 +27,7 @@ SYMBOLS: Symbols = {
     "vllm.model_executor.model_loader.reload.layerwise:initialize_layerwise_reload": ("model",),
     "vllm.model_executor.model_loader.reload.layerwise:_place_kernel_tensors": ("layer", "info"),
     "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": ("self",),
+    "vllm.v1.worker.gpu_worker:Worker.execute_dummy_batch": ("self",),
     "vllm.platforms.interface:Platform._global_graph_pool": (),
     "vllm.platforms.interface:Platform.is_cpu": ("self",),
     "vllm.v1.worker.gpu_worker:Worker.start_weight_update": ("self",),

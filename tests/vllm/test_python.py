@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -225,6 +226,27 @@ def typed_errors(llm: Any, folder: Path, first: list[int]) -> None:
 
 def test_errors_are_typed_and_change_nothing(llm: Child, model_folder: Path, first_tokens: list[int]) -> None:
     llm(typed_errors, model_folder, first_tokens)
+
+
+def heard_of_a_step(worker: Any) -> bool:
+    """Whether background work has heard of a step since the last call."""
+    pace = worker.rl_memory.manager.arena.pace
+    heard, pace._step = pace._step > -math.inf, -math.inf
+    return bool(heard)
+
+
+def steps(llm: Any) -> None:
+    llm.collective_rpc(heard_of_a_step)
+    assert llm.collective_rpc(heard_of_a_step) == [False]
+    generate(llm)
+    assert llm.collective_rpc(heard_of_a_step) == [True]
+    llm.collective_rpc("execute_dummy_batch")  # of a data-parallel engine whose peers have requests
+    assert llm.collective_rpc(heard_of_a_step) == [True]
+
+
+def test_background_work_hears_of_each_step(llm: Child) -> None:
+    """Host memory is prepared while the first requests run, and would slow them by half."""
+    llm(steps)
 
 
 def rpc_sleep(llm: Any, first: list[int]) -> None:

@@ -337,6 +337,7 @@ def _enter_namespace(
 def _process_once(
     added: SglangScheduler, original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *args: Any
 ) -> Any:
+    added.worker.manager.arena.pace.note_step()
     return None if frozen.is_done(result) else original(scheduler, batch, result, *args)
 
 

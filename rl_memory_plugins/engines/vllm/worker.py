@@ -68,7 +68,7 @@ def install(hooks: Hooks) -> None:
     communicators = "vllm.distributed.device_communicators"
     hooks.wrap(f"{communicators}.pynccl:PyNcclCommunicator.__init__", count_as_nccl)
     hooks.wrap(f"{communicators}.custom_all_reduce:CustomAllreduce.__init__", note_custom_all_reduce)
-    for name in ("_maybe_get_memory_pool_context", "compile_or_warm_up_model", *UPDATE_METHODS):
+    for name in ("_maybe_get_memory_pool_context", "compile_or_warm_up_model", "execute_dummy_batch", *UPDATE_METHODS):
         hooks.require(f"vllm.v1.worker.gpu_worker:Worker.{name}")
     base = hooks.require("vllm.v1.worker.worker_base:WorkerBase")
     base.rl_memory_rank_call = _rank_call
@@ -156,11 +156,19 @@ class VllmWorker:
         self._capture_graphs_in_a_region()
         with self.manager.allocator.region(Tag.WEIGHTS), enabled_load():
             yield
+        self._note_steps()
         self._attention = AttentionSteps(self.model, self._worker.vllm_config)
         self._attention_of_draft = draft.attention_of(self._worker)
         self._watched_loads = WatchedLoads(
             self.manager, self.model, self._restore_layers, lambda: self.agent.receiver.padding()
         )
+
+    def _note_steps(self) -> None:
+        """Tell background work when the engine computes. A data-parallel engine without requests has dummy batches."""
+        worker, pace = self._worker, self.manager.arena.pace
+        runner = worker.model_runner  # with Ray nobody calls the worker's own `execute_model`
+        runner.execute_model = pace.noting(runner.execute_model)
+        worker.execute_dummy_batch = pace.noting(worker.execute_dummy_batch)
 
     def _capture_graphs_in_a_region(self) -> None:
         """Have vLLM capture its graphs into a pausable pool, or declare why that is not safe."""

@@ -215,12 +215,12 @@ def stops_after_two(monkeypatch):
     """Preparations stop behind two steps until somebody waits for them. Returns the event of a stop."""
     pauses, stopped = iter(range(2)), threading.Event()
 
-    def pause(self):
+    def rest(self, worked_s, caller):
         if next(pauses, None) is None:
             stopped.set()
-            wait_until(lambda: self._awaited.is_set() or self._ended.is_set(), "the end of a pause")
+            wait_until(lambda: caller.awaited() or not caller.go_on(), "the end of a pause")
 
-    monkeypatch.setattr(preparation.Preparation, "_pause", pause)
+    monkeypatch.setattr(preparation.Pace, "rest", rest)
     return stopped
 
 
@@ -274,7 +274,6 @@ def test_a_preparation_that_ends_leaves_no_piece_locked(serving, monkeypatch):
 
 def test_a_copy_for_which_nobody_waits_yet_gets_its_memory_in_pieces(serving, monkeypatch):
     driver, awaited = Driver(monkeypatch, serving), threading.Event()
-    monkeypatch.setattr(pinned, "PAUSE_S", 0.001)
     monkeypatch.setattr(pinned, "SMALL_BYTES", MiB)
     address = serving.acquire(40 * MiB, Caller(awaited=awaited.is_set))
     assert len(driver.locked) > 40 * MiB // (3 * MiB)

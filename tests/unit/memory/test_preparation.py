@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import FakeRank, sleep, wake
@@ -409,17 +410,74 @@ def test_there_is_one_pause_a_step_and_meanwhile_others_get_the_lock(arenas, pag
     """The lock is that of all ranks: a pause that held it would make each of them pause for all."""
     made = []
 
-    def pause(self):
+    def rest(self, worked_s, caller):
         descriptor = os.open(private_directory() / "host-memory.lock", os.O_RDWR | os.O_CREAT, 0o600)
         assert try_lock(descriptor)
         os.close(descriptor)
         made.append(pages.made)
 
-    monkeypatch.setattr(preparation.Preparation, "_pause", pause)
+    monkeypatch.setattr(preparation.Pace, "rest", rest)
     pages.let_all()
     running = arenas().prepare([12 * MiB])
     running.join(TIMEOUT_S)
     assert made == [0, 4 * MiB, 8 * MiB, 12 * MiB]  # before the three steps, and before the pages are locked
+
+
+def test_the_pauses_count_all_that_a_step_did(arenas, pages, monkeypatch):
+    """Kernels wait while pages are locked, more than while they are touched."""
+    worked = []
+    monkeypatch.setattr(preparation.Pace, "rest", lambda self, worked_s, caller: worked.append(worked_s))
+    monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: time.sleep(0.05) or 0)
+    pages.let_all()
+    arenas(serves=True).prepare([12 * MiB]).join(TIMEOUT_S)
+    assert len(worked) == 3
+    assert worked[0] < 0.05 <= min(worked[1:])
+
+
+class Clock:
+    """Stands still but for sleeps, after each of which something may happen."""
+
+    def __init__(self, monkeypatch, then=lambda: None) -> None:
+        self.now, self._then = 100.0, then
+        monkeypatch.setattr(preparation, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+
+    def _sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self._then()
+
+
+@pytest.mark.parametrize("worked_s", [0.0, 0.02, 0.4])
+@pytest.mark.parametrize("serves", [True, False])
+def test_while_the_engine_computes_background_work_takes_a_tenth_of_the_time(monkeypatch, worked_s, serves):
+    pace = preparation.Pace()
+    clock = Clock(monkeypatch, pace.note_step if serves else lambda: None)
+    if serves:
+        pace.note_step()
+    pace.rest(worked_s, preparation.Caller(awaited=lambda: False))
+    pause = max(preparation.PAUSE_S, 9 * worked_s if serves else 0.0)
+    assert clock.now == pytest.approx(100 + pause)
+
+
+def test_a_pause_ends_soon_after_the_last_step(monkeypatch):
+    pace, clock = preparation.Pace(), Clock(monkeypatch)
+    assert pace.noting(lambda factor, *, offset: 3 * factor + offset)(2, offset=1) == 7
+    assert pace.engine_computes
+    pace.rest(1.0, preparation.Caller(awaited=lambda: False))
+    assert clock.now == pytest.approx(100 + preparation.COMPUTES_S, abs=0.02)
+    assert not pace.engine_computes
+
+
+@pytest.mark.parametrize("end", ["awaited", "go_on"])
+def test_a_pause_ends_when_somebody_waits_or_nobody_wants_the_memory(monkeypatch, end):
+    pace = preparation.Pace()
+    clock = Clock(monkeypatch, pace.note_step)
+    pace.note_step()
+    callers = {
+        "awaited": preparation.Caller(awaited=lambda: clock.now > 100.2),
+        "go_on": preparation.Caller(go_on=lambda: clock.now <= 100.2, awaited=lambda: False),
+    }
+    pace.rest(1.0, callers[end])
+    assert clock.now == pytest.approx(100.2, abs=0.02)
 
 
 def test_who_waits_for_one_buffer_hurries_all(arenas, pages):

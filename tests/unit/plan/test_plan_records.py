@@ -38,6 +38,7 @@ def test_every_record_with_memory_is_compared() -> None:
         "step-vllm-0.33.0-7b-tp2",  # of two GPUs
         "sleep-vllm-0.33.0-7b-two-ranks",  # at level 2 only
         "sleep-vllm-0.33.0-72b-two-ranks",
+        "sleep-vllm-0.33.0-72b-two-ranks-on-another-host",
         "sleep-sglang-0.5.23-7b-two-ranks",
         "ranks-sglang-0.5.23-7b-tp2-suspend-h100",  # an option that plans do not have
         "ranks-vllm-0.33.0-7b-tp2-suspend-h200",
