@@ -14,6 +14,9 @@ from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.answers import Findings, Senders
 from rl_memory_plugins.weights.sender import WeightSender
 
+CUT_S = 0.5
+"""How long a cancelled lane may take to tell its ranks why. A rank that takes nothing is told nothing."""
+
 
 class Lane(Senders):
     """Sends one update to the ranks of one engine that this process serves.
@@ -110,12 +113,20 @@ class Lane(Senders):
         if self._thread is not None:
             await_end(self._thread)
 
-    def close(self, error: RLMemoryError) -> None:
-        """End the lane with `error` if it has not ended, and release everything."""
+    def cancel(self, error: RLMemoryError) -> None:
+        """Have the lane end with `error` if it has not ended. Does not wait."""
         if self._thread is not None and not self._has_ended:
             self.decide(error)
             self._sender.cancel(error)
-            await_end(self._thread)
+
+    def close(self) -> None:
+        """Wait for the end of a lane that has ended or was cancelled, and release everything."""
+        thread = self._thread
+        if thread is not None:
+            with self._changed:
+                while not self._changed.wait_for(lambda: self._has_ended or not thread.is_alive(), CUT_S):
+                    self._sender.cut()
+            await_end(thread)
         self._sender.close()
 
 

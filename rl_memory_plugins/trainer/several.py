@@ -269,19 +269,28 @@ class SeveralEngines:
             Exception: the source of this process has failed.
         """
         self._agree()
+        failure: Exception | None = None
         try:
             if not self._members or len(self._errors) < len(self._members):
                 self._fan.run()
+        except Exception as error:  # after an interrupt nobody waits for the lanes: `_close` ends them
+            failure = error
+        for lane in self._lanes.values():
+            lane.finish()
+        try:
+            if failure is not None:
+                raise failure
         finally:
-            for lane in self._lanes.values():
-                lane.finish()
+            del failure  # breaks the reference cycle between the error and this frame
 
     def _close(self) -> None:
         """End everything that has not ended."""
         error = WeightUpdateError("the trainer gave the update up")
         self._fan.fail(error)
+        for lane in self._lanes.values():
+            lane.cancel(error)
         for number, lane in self._lanes.items():
-            lane.close(error)
+            lane.close()
             known = self._errors.get(number)
             if lane.error is not None and (known is None or specificity(known) < specificity(lane.error)):
                 self._errors[number] = lane.error

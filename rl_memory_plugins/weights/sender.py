@@ -141,6 +141,13 @@ class WeightSender:
         """Make a `send` that waits in another thread abort the update at all receivers and raise `error`."""
         self._listener.cancel(error)
 
+    def cut(self) -> None:
+        """End a cancelled `send` in another thread that `cancel` does not reach: a rank takes none of its bytes."""
+        for rank in list(self._listener.ranks):
+            # A rank that has opened memory of this process closes its connection itself, once it has let go of it.
+            if rank.candidate_transports and rank.candidate_transports[0] in SENT:
+                rank.connection.cut()
+
     @postponed()
     def send(self, source: TensorSource, *, partial: bool = False) -> dict[str, Any]:
         """Send one update. Returns when all receivers have loaded it, and closes the sender.

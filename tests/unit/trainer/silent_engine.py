@@ -57,7 +57,7 @@ class SilentEngine:
             offer, fds = link.receive_with_fds(wire.Offer, wire.Ask, timeout_s=20.0)
             wire.close_fds(fds)
             self._reach("offer")
-            link.send(wire.Accept([]), 5.0)
+            link.send(wire.Accept([], slices=[None] * len(offer.manifest.tensors)), 5.0)
             if isinstance(offer, wire.Offer):
                 break
         self._reach("accept")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from helpers import no_collection
+from helpers import interrupts, no_collection
 from silent_engine import POINTS, SilentEngine
 from test_push_from_all import OPTIONS, assert_loaded, break_once, fail_once, on_engines_gpus, sharded
 from toy_engine import ToyEngine
@@ -307,6 +307,30 @@ def test_an_interrupt_in_the_source_ends_the_update():
     pushing.start()
     pushing.join(60)
     assert ended
+
+
+@pytest.mark.parametrize("tls", [False, True])
+@SOURCES
+def test_an_interrupt_does_not_wait_for_engines_that_take_nothing(form, tls):
+    engines = [SilentEngine("bucket", hangs=True, device=f"fake:{number}") for number in range(2)]
+    tensors, sending = form({name: torch.ones(4 << 20) for name in "abcd"}), threading.Event()
+    both, reached = threading.Barrier(2, action=sending.set), SilentEngine._reach
+
+    def reach(engine, point):
+        if point == "bucket":
+            both.wait(30)
+        reached(engine, point)
+
+    options = {"on_failure": "continue", "transport": "tcp", "advertise": "127.0.0.1", "tls": tls, "timeout_s": 50}
+    with pytest.MonkeyPatch.context() as patched, interrupts(sending):
+        patched.setattr(SilentEngine, "_reach", reach)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            push_from_all(engines, tensors, bucket_bytes=16 << 20, **options)
+        assert time.monotonic() - start < 25  # not the timeout
+    for engine in engines:
+        engine.wake()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rl-memory-send-weights"]
 
 
 @pytest.mark.parametrize("point", ["post", "bucket"])
