@@ -16,7 +16,7 @@ from integration.gpu_figures import copy_floor, peak_extra_bytes
 from integration.models import FP8_BLOCKS, SHAPES, checkpoint_shapes, fp8_checkpoint_names
 from rl_memory_plugins.trainer import ModelSource, Offloader, QuantisedSource, push_weights
 from rl_memory_plugins.weights.checksums import tensor_checksum
-from rl_memory_plugins.weights.cuda_ipc import release_mapped
+from rl_memory_plugins.weights.open_allocations import release_mapped
 
 MiB = 1 << 20
 SEED, OTHER_SEED = 1, 2

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from rl_memory_plugins.trainer.push import push_weights
     from rl_memory_plugins.trainer.sources.model import ModelSource
     from rl_memory_plugins.weights.checksums import Checksums, tensor_checksum
-    from rl_memory_plugins.weights.cuda_ipc import release_mapped
+    from rl_memory_plugins.weights.open_allocations import release_mapped
 
     __version__: str
 
@@ -94,7 +94,7 @@ _LAZY = {
     "TagChange": "records",
     "TagStatus": "records",
     "push_weights": "trainer.push",
-    "release_mapped": "weights.cuda_ipc",
+    "release_mapped": "weights.open_allocations",
     "tensor_checksum": "weights.checksums",
 }
 _PACKAGES = ("doctor", "plan", "ray", "sglang", "timeline", "trainer", "vllm")

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from rl_memory_plugins.trainer.update import push_from_all
     from rl_memory_plugins.weights.checksums import tensor_checksum
     from rl_memory_plugins.weights.communicators.kept import close_communicators
-    from rl_memory_plugins.weights.cuda_ipc import release_mapped
     from rl_memory_plugins.weights.manifest import TensorSpec
+    from rl_memory_plugins.weights.open_allocations import release_mapped
     from rl_memory_plugins.weights.source import NegotiableSource, ReadingSource, ResidentSource, TensorSource
 
 __all__ = [
@@ -92,8 +92,8 @@ _MODULES = {
     "rl_memory_plugins.client": ["EngineClient"],
     "rl_memory_plugins.weights.checksums": ["tensor_checksum"],
     "rl_memory_plugins.weights.communicators.kept": ["close_communicators"],
-    "rl_memory_plugins.weights.cuda_ipc": ["release_mapped"],
     "rl_memory_plugins.weights.manifest": ["TensorSpec"],
+    "rl_memory_plugins.weights.open_allocations": ["release_mapped"],
     "rl_memory_plugins.weights.source": ["NegotiableSource", "ReadingSource", "ResidentSource", "TensorSource"],
     f"{__name__}.adapters": ["Adapter"],
     f"{__name__}.async_handoff": ["AsyncRolloutHandoff"],

@@ -38,8 +38,8 @@ from rl_memory_plugins.trainer.held_tensors import (
 )
 from rl_memory_plugins.trainer.sleepers import await_leaving, owned_elsewhere, that_may_sleep
 from rl_memory_plugins.trainer.state_size import expected_state_bytes
-from rl_memory_plugins.weights.cuda_ipc import release_mapped
 from rl_memory_plugins.weights.manifest import align
+from rl_memory_plugins.weights.open_allocations import release_mapped
 
 HOST_MARGIN_BYTES = 256 << 20
 """Bytes of host memory that an offload leaves free. If host memory runs out, the kernel kills some process."""

@@ -31,7 +31,7 @@ from rl_memory_plugins.trainer.sleeping_content import SleepingContent, forget_e
 from rl_memory_plugins.trainer.state_hooks import StateHooks
 from rl_memory_plugins.trainer.state_size import expected_state_bytes
 from rl_memory_plugins.trainer.targets import GRADIENTS, OPTIMIZER, PARAMETERS, Targets, default_tag, names_of
-from rl_memory_plugins.weights.cuda_ipc import release_mapped
+from rl_memory_plugins.weights.open_allocations import release_mapped
 
 
 @dataclass(frozen=True)

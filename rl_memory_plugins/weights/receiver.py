@@ -17,11 +17,11 @@ from rl_memory_plugins.timing import timed
 from rl_memory_plugins.weights import checksums, wire
 from rl_memory_plugins.weights.addresses import Endpoints, places_of
 from rl_memory_plugins.weights.communicators.kept import MAX_NAMES, KeptCommunicators
-from rl_memory_plugins.weights.cuda_ipc import Mappings
 from rl_memory_plugins.weights.dial import dial
 from rl_memory_plugins.weights.filled import Filled
 from rl_memory_plugins.weights.identity import identity
 from rl_memory_plugins.weights.model_loader import ModelLoader
+from rl_memory_plugins.weights.open_allocations import Mappings
 from rl_memory_plugins.weights.plan import warm_up
 from rl_memory_plugins.weights.session import Session
 from rl_memory_plugins.weights.update_hosts import UpdateHosts

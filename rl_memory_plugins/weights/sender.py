@@ -13,7 +13,7 @@ import msgspec
 from rl_memory_plugins.errors import InvalidRequestError, RLMemoryError
 from rl_memory_plugins.full_collections import postponed
 from rl_memory_plugins.timing import LONGEST_S, timed
-from rl_memory_plugins.weights import cuda_ipc, later, wire
+from rl_memory_plugins.weights import later, open_allocations, wire
 from rl_memory_plugins.weights.answers import Alone, Findings, Senders, of_ranks
 from rl_memory_plugins.weights.buffers import SENT, TRANSPORTS, NcclStaging, StreamedStaging
 from rl_memory_plugins.weights.communicators import COMMUNICATORS, SEAL_BYTES, joining
@@ -69,9 +69,9 @@ class WeightSender:
         senders: The senders of this update, by default this one alone.
         transport: One of `buffers.TRANSPORTS`; or `auto`: for each receiver, the first transport that works. `auto`
             tries CUDA only if this process uses CUDA already. With `tcp` there is no Unix socket.
-        keep_mapped: Receivers leave the tensors' memory open until the next update or `cuda_ipc.release_mapped`, as
-            opening takes longer than copying. Call `release_mapped` before the tensors are freed, moved or paused:
-            otherwise their memory stays in use.
+        keep_mapped: Receivers leave the tensors' memory open until the next update or `release_mapped`, as opening
+            takes longer than copying. Call `release_mapped` before the tensors are freed, moved or paused: otherwise
+            their memory stays in use.
         advertise: Listen on TCP too: IP addresses or names of interfaces of this host, each with a port or without. A
             receiver that does not find the Unix socket takes the first of these addresses that answers. `None`: no
             TCP; with `transport="tcp"`, the loopback address.
@@ -427,7 +427,7 @@ class WeightSender:
         for rank in [rank for route in routes for rank in route.ranks if route.transport == "cuda_direct"]:
             if self._keep_mapped:
                 self._listener.ranks.remove(rank)
-                cuda_ipc.hold_lease(rank.connection.peer_process(), rank.connection)
+                open_allocations.hold_lease(rank.connection.peer_process(), rank.connection)
         for rank in list(self._listener.ranks):
             if rank.communicator is not None:
                 self._listener.ranks.remove(rank)

@@ -22,11 +22,12 @@ from rl_memory_plugins.weights.buffers.communicated import CommunicatedAttached,
 from rl_memory_plugins.weights.communicators import over_nccl
 from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
 from rl_memory_plugins.weights.communicators.polled import await_done
-from rl_memory_plugins.weights.cuda_ipc import Mappings, local_gpus
+from rl_memory_plugins.weights.cuda_ipc import local_gpus
 from rl_memory_plugins.weights.entries import next_spec, tensor_of
 from rl_memory_plugins.weights.feed import Feed
 from rl_memory_plugins.weights.manifest import ITEMSIZE, BucketEntry, Manifest, Mismatch, TensorSpec
 from rl_memory_plugins.weights.model_loader import ModelLoader
+from rl_memory_plugins.weights.open_allocations import Mappings
 from rl_memory_plugins.weights.plan import LoadPlan, Write
 from rl_memory_plugins.weights.replay import Replays
 from rl_memory_plugins.weights.slices import Slice

@@ -19,7 +19,7 @@ from integration.engines.base import Launch, Server, gpu_used_bytes
 from integration.models import SHAPES, write_model
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError
-from rl_memory_plugins.weights.cuda_ipc import release_mapped
+from rl_memory_plugins.weights.open_allocations import release_mapped
 from tests.conformance.conftest import PROMPT, SEED, STALL_S, Weights, assert_greedy, restore
 from tests.conformance.test_sleep_wake import states
 from tests.conformance.trainers import push

@@ -22,8 +22,9 @@ from rl_memory_plugins.tags import Tag
 from rl_memory_plugins.trainer import ModelSource
 from rl_memory_plugins.weights import buffers, checksums
 from rl_memory_plugins.weights.buffers.staged import CudaStaging
-from rl_memory_plugins.weights.cuda_ipc import CudaGpu, release_mapped
+from rl_memory_plugins.weights.cuda_ipc import CudaGpu
 from rl_memory_plugins.weights.manifest import BucketEntry
+from rl_memory_plugins.weights.open_allocations import release_mapped
 from rl_memory_plugins.weights.plan import Batch
 from rl_memory_plugins.weights.sender import WeightSender
 from rl_memory_plugins.weights.source import spec_of
@@ -294,7 +295,8 @@ def test_the_driver_knows_the_size_of_memory_that_another_process_exports(nbytes
     code = f"""
         import pytest
         from rl_memory_plugins.errors import WeightUpdateError
-        from rl_memory_plugins.weights.cuda_ipc import Allocation, CudaGpu, Mappings
+        from rl_memory_plugins.weights.cuda_ipc import Allocation, CudaGpu
+        from rl_memory_plugins.weights.open_allocations import Mappings
         gpu, mappings = CudaGpu(0), Mappings()
         honest = Allocation({found.handle!r}, {found.address}, {found.nbytes}, {found.serial})
         (memory,) = mappings.open(gpu, "trainer", [honest])
@@ -340,7 +342,8 @@ def test_a_handle_may_be_opened_twice(tmp_path):
     assert found.address == address and found.nbytes >= 4 * MiB
     code = f"""
         import torch
-        from rl_memory_plugins.weights.cuda_ipc import Allocation, CudaGpu, Mappings
+        from rl_memory_plugins.weights.cuda_ipc import Allocation, CudaGpu
+        from rl_memory_plugins.weights.open_allocations import Mappings
         gpu = CudaGpu(0)
         one, two = Mappings(), Mappings()
         allocation = Allocation({found.handle!r}, {found.address}, {found.nbytes}, {found.serial})

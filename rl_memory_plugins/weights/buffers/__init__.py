@@ -25,7 +25,7 @@ from rl_memory_plugins.weights.buffers.protocols import SENT, TRANSPORTS, Attach
 from rl_memory_plugins.weights.buffers.staged import CudaAttached, CudaStaging, NcclStaging
 from rl_memory_plugins.weights.buffers.streamed import StreamedAttached, StreamedStaging
 from rl_memory_plugins.weights.communicators import COMMUNICATORS
-from rl_memory_plugins.weights.cuda_ipc import Mappings
+from rl_memory_plugins.weights.open_allocations import Mappings
 
 __all__ = [
     "SENT",

@@ -10,8 +10,9 @@ import torch
 
 from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
 from rl_memory_plugins.weights import cuda_ipc
-from rl_memory_plugins.weights.cuda_ipc import Allocation, Mappings, allocations_of
+from rl_memory_plugins.weights.cuda_ipc import Allocation, allocations_of
 from rl_memory_plugins.weights.manifest import BucketEntry, TensorSpec
+from rl_memory_plugins.weights.open_allocations import Mappings
 from rl_memory_plugins.weights.wire import Connection
 
 

@@ -19,9 +19,10 @@ from rl_memory_plugins.weights.buffers.streamed import seal_of, sealed
 from rl_memory_plugins.weights.buffers.streams import Streams
 from rl_memory_plugins.weights.communicators import SEAL_BYTES
 from rl_memory_plugins.weights.coverage import row_major
-from rl_memory_plugins.weights.cuda_ipc import Mappings, allocations_of
+from rl_memory_plugins.weights.cuda_ipc import allocations_of
 from rl_memory_plugins.weights.host_copy import HostCopier
 from rl_memory_plugins.weights.manifest import ALIGNMENT, BucketEntry, TensorSpec
+from rl_memory_plugins.weights.open_allocations import Mappings
 from rl_memory_plugins.weights.source import next_tensor
 
 _BOUNCE_BYTES = 64 << 20

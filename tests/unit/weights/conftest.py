@@ -5,7 +5,7 @@ from fake_gpu import FakeGpu
 from toys import Receiving
 
 from rl_memory_plugins.errors import UnsupportedError
-from rl_memory_plugins.weights import cuda_ipc, routes
+from rl_memory_plugins.weights import cuda_ipc, open_allocations, routes
 from rl_memory_plugins.weights.buffers import staged
 from rl_memory_plugins.weights.plan import warm_up
 from rl_memory_plugins.weights.tls import _own_certificate
@@ -40,7 +40,7 @@ def gpus(monkeypatch):
     monkeypatch.setattr(routes, "MIN_MEAN_ALLOCATION", 0)
     monkeypatch.setattr(routes, "gpu_of_all", lambda resident, local: "GPU-0" if resident else None)
     yield found
-    cuda_ipc.release_mapped()
+    open_allocations.release_mapped()
 
 
 @pytest.fixture

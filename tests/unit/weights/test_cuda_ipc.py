@@ -1,15 +1,13 @@
-"""What the driver is asked of an allocation that is exported again, and leases; the rest needs a GPU (`tests/gpu`)."""
+"""What the driver is asked, and how often; the rest needs a GPU (`tests/gpu`)."""
 
 import ctypes
-import socket
 from contextlib import nullcontext
 
 import pytest
 
-from rl_memory_plugins.errors import UnsupportedError, WeightUpdateError
+from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.weights import cuda_ipc
 from rl_memory_plugins.weights.cuda_ipc import CudaGpu
-from rl_memory_plugins.weights.wire import Connection
 
 SIZE = 1 << 21
 
@@ -102,22 +100,6 @@ def test_what_is_known_is_bounded(monkeypatch):
         driver.allocations[number * SIZE] = number
         assert gpu.find(number * SIZE).serial == number
         assert len(gpu._exported) <= 3
-
-
-def test_what_was_not_given_back_in_time_is_waited_for_by_the_next_call_too():
-    pairs = [socket.socketpair() for _ in range(3)]
-    for number, (own, _) in enumerate(pairs):
-        cuda_ipc.hold_lease(str(number), Connection(own, f"rank {number}"))
-    engines = [theirs for _, theirs in pairs]
-    engines[0].close()
-    for _ in range(2):
-        with pytest.raises(WeightUpdateError, match="rank 1 stalled"):
-            cuda_ipc.release_mapped(0.01)
-    assert [engine.recv(1) for engine in engines[1:]] == [b"", b""]  # all have been asked
-    for engine in engines[1:]:
-        engine.close()
-    cuda_ipc.release_mapped(10)
-    assert cuda_ipc._leases == {} and all(own.fileno() == -1 for own, _ in pairs)
 
 
 @pytest.mark.parametrize(("code", "reaches"), [(0, True), (704, True), (217, False)], ids=["now", "already", "no link"])

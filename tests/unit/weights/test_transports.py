@@ -27,7 +27,7 @@ from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer import ModelSource, push
 from rl_memory_plugins.trainer.once import Once
 from rl_memory_plugins.trainer.sources.model import as_source
-from rl_memory_plugins.weights import bucket_sizes, buffers, cuda_ipc, routes, wire
+from rl_memory_plugins.weights import bucket_sizes, buffers, cuda_ipc, open_allocations, routes, wire
 from rl_memory_plugins.weights.buffers import DirectExport, ShmStaging
 from rl_memory_plugins.weights.buffers.staged import _BounceBuffers
 from rl_memory_plugins.weights.candidates import candidate_transports, left_out
@@ -134,7 +134,7 @@ def test_kept_allocations_are_opened_once_and_closed_for_the_trainer(gpus):
         assert report["transport"] == "cuda_direct"
         rank.model.assert_unchanged(loaded(tensors, opaque=False))
     assert len(gpu.opened) == len(gpu.mapped) == len(placed)
-    cuda_ipc.release_mapped()
+    open_allocations.release_mapped()
     assert gpu.mapped == []  # at once: the trainer frees its memory next
     send([rank], placed, keep_mapped=True)
     assert len(gpu.opened) == 2 * len(placed)
@@ -150,7 +150,7 @@ def test_a_thread_that_spins_does_not_hold_up_the_closing_of_many_allocations(gp
 
     monkeypatch.setattr(gpu, "close", watched)
     send([rank], gpu.place(checkpoint(1, opaque=False)), keep_mapped=True)
-    cuda_ipc.release_mapped()
+    open_allocations.release_mapped()
     assert intervals and max(intervals) < usual / 10
     assert sys.getswitchinterval() == usual
 
@@ -267,7 +267,7 @@ def test_a_trainer_that_dies_leaves_no_kept_allocation_open(gpus):
     gpu, rank = gpus["GPU-0"], gpu_rank(ToyModel(opaque=False))
     send([rank], gpu.place(checkpoint(1, opaque=False)), keep_mapped=True)
     assert gpu.mapped
-    (connection,) = cuda_ipc._leases.values()
+    (connection,) = open_allocations._leases.values()
     connection.close()  # as the kernel does
     wait_until(lambda: gpu.mapped == [], "nothing is mapped")
 
@@ -631,7 +631,7 @@ def test_fifty_updates_by_every_way_leave_nothing_behind(gpus):
         outcome, threads = send([target], placed, transport=ways[number % 4], keep_mapped=number % 2)
         assert isinstance(outcome, WeightUpdateError if target is broken else dict)
         del outcome, threads
-    cuda_ipc.release_mapped()
+    open_allocations.release_mapped()
     assert len(gpu.memory) == held and not gpu.mapped and not gpu.registered
     wait_until(lambda: left_since(before) == NOTHING, "nothing is left")
 

@@ -16,8 +16,8 @@ from rl_memory_plugins.errors import RLMemoryError
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.communicators import kept
-from rl_memory_plugins.weights.cuda_ipc import Mappings
 from rl_memory_plugins.weights.host_copy import HostCopier
+from rl_memory_plugins.weights.open_allocations import Mappings
 
 
 @pytest.fixture
