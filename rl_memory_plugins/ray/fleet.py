@@ -23,7 +23,13 @@ from typing import Any
 import msgspec
 
 from rl_memory_plugins.client import STATUS_S
-from rl_memory_plugins.errors import EngineLostError, InvalidRequestError, RLMemoryError, StateConflictError
+from rl_memory_plugins.errors import (
+    EngineLostError,
+    InvalidRequestError,
+    NoAnswerError,
+    RLMemoryError,
+    StateConflictError,
+)
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.ray.actor import EngineActor
 from rl_memory_plugins.ray.engines import Generated, engine_class
@@ -39,11 +45,15 @@ from rl_memory_plugins.trainer.sources.model import Tensors
 
 with needs("ray"):
     import ray
+    from ray.exceptions import GetTimeoutError
     from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 CALLS = 10_000
 """The most requests that an actor runs at a time. They wait in the engine, not before it."""
+
+START_S = 3600.0
+"""How long an engine may take to start. Large models load for minutes from a slow disk."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,7 @@ class EngineFleet:
         *,
         placement: PlacementGroup | None = None,
         bundles: Sequence[int] | None = None,
+        start_timeout_s: float | None = START_S,
     ) -> EngineFleet:
         """Start a fleet. Returns when all engines have started. They live as long as this process, or until `close`.
 
@@ -114,8 +125,12 @@ class EngineFleet:
             placement: The trainer's placement group, for engines beside the trainer. By default a group of their own,
                 with a bundle for each engine.
             bundles: The bundle of each engine in `placement`; by default the first ones.
+            start_timeout_s: The longest wait for the placement, and then for the engines, in seconds; `None` for no
+                limit.
 
         Raises:
+            NoAnswerError: Ray cannot reserve the bundles, or an engine has not started within `start_timeout_s`.
+                Nothing is left of the fleet.
             InvalidRequestError: the description names no engine, or the bundles are not as many as the engines.
             RLMemoryError: an engine cannot start. Nothing is left of the fleet.
         """
@@ -126,7 +141,7 @@ class EngineFleet:
         own = placement_group([dict(description.resources)] * count) if placement is None else None
         if own is not None:
             try:
-                ray.get(own.ready())
+                _await_placement(own, start_timeout_s)
             except BaseException:  # it would hold its resources until the job ends
                 remove_placement_group(own)
                 raise
@@ -142,7 +157,7 @@ class EngineFleet:
         fleet = cls(EngineActorHandle(actor, number) for number, actor in enumerate(actors))
         fleet._own_placement = own
         try:
-            on_all(fleet.engines, lambda engine: engine.start())  # type: ignore[attr-defined]
+            on_all(fleet.engines, lambda engine: engine.start(timeout_s=start_timeout_s))  # type: ignore[attr-defined]
         except BaseException:
             fleet.close()
             raise
@@ -201,7 +216,14 @@ class EngineFleet:
         """`trainer.RolloutHandoff` with all engines; the options are those of that class."""
         return FleetHandoff(self, source, **{"group": self._group, **options})
 
-    def replace(self, tensors: Tensors, weight_version: str | None = None, **options: Any) -> list[int]:
+    def replace(
+        self,
+        tensors: Tensors,
+        weight_version: str | None = None,
+        *,
+        start_timeout_s: float | None = START_S,
+        **options: Any,
+    ) -> list[int]:
         """Bring back the engines that were left out: give them the weights of the others, and open them.
 
         In an actor that Ray has restarted an engine starts first.
@@ -213,13 +235,15 @@ class EngineFleet:
         Args:
             tensors: The weights that the other engines have, all of them.
             weight_version: Their version; by default that of the fleet's last update.
+            start_timeout_s: The longest wait for an engine that starts, in seconds; `None` for no limit.
             **options: As for `trainer.push_from_all`, but for `on_failure`.
 
         Returns: the numbers of the engines that serve again.
 
         Raises:
             InvalidRequestError: `on_failure` is not `abort`.
-            RLMemoryError: an engine has not started, or the update has failed. The engines that were to be replaced
+            NoAnswerError: an engine has not started within `start_timeout_s`; its actor was ended. Call again.
+            RLMemoryError: an engine cannot start, or the update has failed. The engines that were to be replaced
                 admit nothing; call again.
         """
         if options.get("on_failure", "abort") != "abort":
@@ -239,7 +263,7 @@ class EngineFleet:
 
             if not sum(peers.agree(look)):
                 return []
-            peers.agree(lambda: on_all(absent, lambda engine: engine.start(closed=True)))  # type: ignore[attr-defined]
+            peers.agree(lambda: on_all(absent, lambda engine: engine.start(closed=True, timeout_s=start_timeout_s)))  # type: ignore[attr-defined]
             # An engine that has not died has former weights. They go first: nobody may meet them.
             peers.agree(lambda: on_all(absent, lambda engine: engine.sleep(Level.DISCARD, [Tag.WEIGHTS])))
             peers.agree(lambda: on_all(absent, lambda engine: engine.wake_up([Tag.WEIGHTS])))
@@ -359,6 +383,16 @@ class EngineFleet:
 def _open(engine: Any) -> None:
     engine.wake_up()
     engine.join()
+
+
+def _await_placement(group: PlacementGroup, timeout_s: float | None) -> None:
+    try:
+        ray.get(group.ready(), timeout=timeout_s)
+    except GetTimeoutError:
+        raise NoAnswerError(
+            f"Ray has not reserved {group.bundle_specs} within {timeout_s:g} s: `ray status` shows what is free",
+            timeout_s=timeout_s,
+        ) from None
 
 
 def _require_some(count: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
@@ -74,24 +75,37 @@ class EngineActorHandle(EngineClient):
     def start(self, *, closed: bool = False, timeout_s: float | None = None) -> None:
         """Start the engine, unless it has started; see `EngineActor.start`.
 
+        Args:
+            timeout_s: The longest wait in seconds; `None` for no limit.
+
         Raises:
+            NoAnswerError: the engine has not started within `timeout_s`. Its actor was ended, and Ray restarts it.
             RLMemoryError: the engine cannot start.
         """
-        for again in (True, False):  # the first call may find that the engine has died, which ends the actor
-            self._await_restart(timeout_s)
-            try:
-                self._answer(self.result(self.actor.start.remote(closed), timeout_s))
-                return
-            except EngineLostError as error:
-                if not (again and error.details.get("restarting")):
-                    raise
+        end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            for again in (True, False):  # the first call may find that the engine has died, which ends the actor
+                self._await_restart(end)
+                try:
+                    self._answer(self.result(self.actor.start.remote(closed), _until(end)))
+                    return
+                except EngineLostError as error:
+                    if not (again and error.details.get("restarting")):
+                        raise
+        except NoAnswerError:
+            ray.kill(self.actor, no_restart=False)  # the next start would wait for this one
+            raise NoAnswerError(
+                f"engine {self.number} has not started within {timeout_s:g} s, and its actor was ended",
+                timeout_s=timeout_s,
+                engine=self.number,
+            ) from None
 
-    def _await_restart(self, timeout_s: float | None) -> None:
-        """Wait while Ray restarts the actor, at most for `RESTART_S`."""
+    def _await_restart(self, end: float) -> None:
+        """Wait while Ray places or restarts the actor: for a restart at most `RESTART_S`."""
         deadline = time.monotonic() + RESTART_S
         while True:
             try:
-                self.result(self.actor.about.remote(), timeout_s)
+                self.result(self.actor.about.remote(), _until(end))
                 return
             except EngineLostError as error:
                 if not error.details.get("restarting") or time.monotonic() >= deadline:
@@ -181,6 +195,11 @@ class EngineActorHandle(EngineClient):
         return EngineLostError(
             f"the actor of engine {self.number} has been restarted and has no engine yet", engine=self.number
         )
+
+
+def _until(end: float) -> float | None:
+    """The seconds until `end`, as `ray.get` takes them."""
+    return None if end == math.inf else max(end - time.monotonic(), 0.0)
 
 
 class _RayTransport(httpx.BaseTransport):

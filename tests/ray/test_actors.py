@@ -11,11 +11,12 @@ from typing import Any, ClassVar
 
 import pytest
 import ray
+from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from integration.waiting import wait_until
-from rl_memory_plugins.errors import EngineLostError, InvalidRequestError
-from rl_memory_plugins.ray import EngineActorHandle, EngineFleet, actor, fleet, handle
+from rl_memory_plugins.errors import EngineLostError, InvalidRequestError, NoAnswerError
+from rl_memory_plugins.ray import EngineActorHandle, EngineDescription, EngineFleet, actor, fleet, handle
 
 REQUESTS, AT_A_TIME = 40, 10
 
@@ -127,6 +128,39 @@ def test_a_start_of_an_actor_that_is_gone_is_an_error(cluster: None, tmp_path: P
     with pytest.raises(EngineLostError) as caught:
         engine.start()
     assert "restarting" not in caught.value.details
+
+
+class Stuck(Actor):
+    """An actor whose first engine never starts."""
+
+    def __init__(self, marks: Path) -> None:
+        self._is_first = not (marks / "begun").exists()
+        (marks / "begun").touch()
+
+    async def start(self, closed: bool) -> dict[str, Any]:
+        await asyncio.sleep(3600 if self._is_first else 0)
+        return {"answer": None}
+
+
+def test_a_start_that_hangs_ends_and_the_next_one_is_another(cluster: None, tmp_path: Path) -> None:
+    made: Any = ray.remote(concurrency_groups={handle.REQUESTS: AT_A_TIME})(Stuck)
+    engine = EngineActorHandle(made.options(max_restarts=-1, num_cpus=0).remote(tmp_path), 3)
+    pid = engine.about(timeout_s=60).pid
+    with pytest.raises(NoAnswerError, match="engine 3 has not started within 2 s") as caught:
+        engine.start(timeout_s=2.0)
+    assert caught.value.details == {"timeout_s": 2.0, "engine": 3}
+    engine.start(timeout_s=60.0)
+    assert engine.about().pid != pid
+    ray.kill(engine.actor)
+
+
+def test_a_fleet_that_ray_cannot_place_is_an_error(cluster: None) -> None:
+    before = set(placement_group_table())
+    description = EngineDescription("vllm", {}, resources={"CPU": 1, "GPU": 999})
+    with pytest.raises(NoAnswerError, match="reserved .*999.* within 1 s"):
+        EngineFleet.start(description, 1, start_timeout_s=1.0)
+    (made,) = set(placement_group_table()) - before
+    wait_until(lambda: placement_group_table()[made]["state"] == "REMOVED", "the placement group is removed")
 
 
 def test_an_actor_that_ray_cannot_place_is_left_out(handles: list[EngineActorHandle]) -> None:

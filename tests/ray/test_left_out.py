@@ -37,7 +37,7 @@ class Engine(ToyEngine):
     def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort", keep: Any = None) -> None:
         super().sleep(level, tags, mode)
 
-    def start(self, closed: bool = False) -> None: ...
+    def start(self, closed: bool = False, timeout_s: float | None = None) -> None: ...
 
     def leave(self) -> None:
         self.state = "joining"
