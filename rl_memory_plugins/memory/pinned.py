@@ -152,11 +152,15 @@ class PinnedArena(PagedArena):
     ) -> int:
         """Allocate a buffer in the background; see `Preparation`."""
         start = time.monotonic()  # of the latest step, which includes the locking of its pages
+        # A copy of new weights would come too late with long rests. And who makes a shared buffer holds its lock, which
+        # a sleep of another process may want.
+        rests = in_advance and file is None
 
         @contextmanager
         def step(rest: int) -> Iterator[bool]:
             nonlocal start
-            self.pace.rest(time.monotonic() - start, caller)  # outside the lock, which others get meanwhile
+            # outside the lock of all ranks, which others get meanwhile
+            self.pace.rest(time.monotonic() - start if rests else 0.0, caller)
             _check_not_cancelled(caller)
             # per step: a sleep of another rank waits for one step
             with one_at_a_time("host-memory", TURN_S, caller.go_on):

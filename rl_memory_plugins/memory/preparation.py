@@ -26,10 +26,11 @@ MAX_OVERSIZE = 2
 PATIENCE = 3
 #: The shortest pause between two steps of background work. Other processes poll for the lock, and get it in the pause.
 PAUSE_S = 0.03
-#: While the engine computes, background work rests so many times as long as it has worked. Kernels wait while pages are
-#: locked: with pauses of `PAUSE_S` alone, requests of 18 ms took 29.
-REST = 9
-#: The engine counts as computing for so long after it has begun a step; the prefill of a long prompt takes as long.
+#: The share of the time that memory in advance may take while the engine computes, of all its ranks together: each of
+#: its steps waits for the slowest rank. Kernels wait while pages are locked: with pauses of `PAUSE_S` alone, requests
+#: of 18 ms took 29.
+WORK_SHARE = 0.1
+#: The engine counts as computing for so long after it has begun or ended a step. A prefill may take as long.
 COMPUTES_S = 1.0
 _POLL_S = 0.01
 
@@ -87,9 +88,14 @@ Make = Callable[[int, Caller], None]
 
 
 class Pace:
-    """The pauses of background work, which leave the driver and the processors to the engine."""
+    """The pauses of background work, which leave the driver and the processors to the engine.
+
+    Attributes:
+        ranks: The number of the engine's ranks.
+    """
 
     def __init__(self) -> None:
+        self.ranks = 1
         self._step = -math.inf  # the monotonic time of the engine's latest step
 
     def noting(self, run: Callable[..., T]) -> Callable[..., T]:
@@ -112,11 +118,15 @@ class Pace:
         return time.monotonic() - self._step < COMPUTES_S
 
     def rest(self, worked_s: float, caller: Caller) -> None:
-        """Pause after a step of background work that took so many seconds. Ends early if somebody waits for the memory,
-        or nobody wants it any more."""
+        """Pause after a step of background work. Ends early if somebody waits for the memory, or nobody wants it any
+        more.
+
+        Args:
+            worked_s: The seconds of that step for which the engine is to be left alone; 0 for the shortest pause.
+        """
         start = time.monotonic()
         while caller.go_on() and not caller.awaited():
-            pause = max(PAUSE_S, REST * worked_s if self.engine_computes else 0.0)
+            pause = max(PAUSE_S, worked_s * (self.ranks / WORK_SHARE - 1) if self.engine_computes else 0.0)
             left = start + pause - time.monotonic()
             if left <= 0:
                 return

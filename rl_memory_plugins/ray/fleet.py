@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from rl_memory_plugins.errors import (
     StateConflictError,
 )
 from rl_memory_plugins.extras import needs
+from rl_memory_plugins.memory.threads import in_parallel
 from rl_memory_plugins.ray.actor import EngineActor
 from rl_memory_plugins.ray.engines import Generated, engine_class
 from rl_memory_plugins.ray.handle import REQUESTS, EngineActorHandle
@@ -132,7 +134,7 @@ class EngineFleet:
             NoAnswerError: Ray cannot reserve the bundles, or an engine has not started within `start_timeout_s`.
                 Nothing is left of the fleet.
             InvalidRequestError: the description names no engine, or the bundles are not as many as the engines.
-            RLMemoryError: an engine cannot start. Nothing is left of the fleet.
+            RLMemoryError: an engine cannot start; that of the first one. Nothing is left of the fleet.
         """
         engine_class(description.engine)
         bundles = range(count) if bundles is None else bundles
@@ -156,11 +158,26 @@ class EngineFleet:
         ]
         fleet = cls(EngineActorHandle(actor, number) for number, actor in enumerate(actors))
         fleet._own_placement = own
+        failures: list[Exception] = []  # in the order of time
+        engines = list(fleet.engines)
+
+        def start(engine: EngineActorHandle) -> None:
+            try:
+                engine.start(timeout_s=start_timeout_s)
+            except Exception as error:
+                failures.append(error)
+                fleet.close()  # ends the starts of the others, which would keep the caller waiting
+                raise
+
         try:
-            on_all(fleet.engines, lambda engine: engine.start(timeout_s=start_timeout_s))  # type: ignore[attr-defined]
+            in_parallel([partial(start, engine) for engine in engines], "rl-memory-engine", stop=fleet.close)
+        except Exception:
+            raise failures[0] from None
         except BaseException:
             fleet.close()
             raise
+        finally:
+            failures.clear()  # breaks the reference cycles between the errors and this frame
         return fleet
 
     def close(self) -> None:

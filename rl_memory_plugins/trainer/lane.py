@@ -15,7 +15,7 @@ from rl_memory_plugins.weights.answers import Findings, Senders
 from rl_memory_plugins.weights.sender import WeightSender
 
 CUT_S = 0.5
-"""How long a cancelled lane may take to tell its ranks why. A rank that takes nothing is told nothing."""
+"""How long a rank of a cancelled lane may take no bytes. Then its connection ends, and nothing tells the rank why."""
 
 
 class Lane(Senders):

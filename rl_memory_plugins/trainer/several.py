@@ -275,9 +275,9 @@ class SeveralEngines:
                 self._fan.run()
         except Exception as error:  # after an interrupt nobody waits for the lanes: `_close` ends them
             failure = error
-        for lane in self._lanes.values():
-            lane.finish()
         try:
+            for lane in self._lanes.values():
+                lane.finish()
             if failure is not None:
                 raise failure
         finally:

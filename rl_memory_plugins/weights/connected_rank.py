@@ -9,7 +9,12 @@ from rl_memory_plugins.weights.communicators import Communicator
 
 
 class ConnectedRank:
-    """A rank whose `Hello` was accepted, and the slots that it has not acknowledged."""
+    """A rank whose `Hello` was accepted, and the slots that it has not acknowledged.
+
+    Attributes:
+        may_read: Whether the rank may have GPU memory of this process open. It closes its connection once it has let
+            go of it.
+    """
 
     def __init__(self, connection: wire.Connection, hello: wire.Hello) -> None:
         self.connection = connection
@@ -23,6 +28,7 @@ class ConnectedRank:
         self.nccl = hello.nccl  # see `over_nccl.settings`
         self.communicator: Communicator | None = None
         self.offered: dict[str, Any] = {}  # of its communicator, for the description of the buffer
+        self.may_read = False
         self.unjoined = ""  # why this end could not make it
         connection.peer = f"rank {hello.rank} on {hello.device}"
         connection.details = {"rank": hello.rank, "device": hello.device}

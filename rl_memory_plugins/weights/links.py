@@ -35,7 +35,7 @@ def give_up(ranks: Sequence[ConnectedRank], error: RLMemoryError, timeout_s: flo
     # CUDA does not define what happens to memory that is freed while another process has it open. A rank closes it, and
     # then its connection.
     deadline = wire.Deadline(min(timeout_s, LONGEST_FAREWELL_S))
-    reading = [rank for rank in ranks if rank.candidate_transports and rank.candidate_transports[0].startswith("cuda")]
+    reading = [rank for rank in ranks if rank.may_read]
     for rank in reading:
         rank.connection.finish()
     for rank in reading:

@@ -120,6 +120,7 @@ class WeightSender:
         self._timeout_s = timeout_s
         self._senders = senders or Alone()
         self._seconds: dict[str, float] = {}  # by step
+        self._taken: dict[ConnectedRank, int] = {}  # the bytes that ranks had taken at the last `cut`
         local = transport != "tcp"
         if advertise is None and not local:
             advertise = "127.0.0.1"
@@ -142,11 +143,15 @@ class WeightSender:
         self._listener.cancel(error)
 
     def cut(self) -> None:
-        """End a cancelled `send` in another thread that `cancel` does not reach: a rank takes none of its bytes."""
-        for rank in list(self._listener.ranks):
-            # A rank that has opened memory of this process closes its connection itself, once it has let go of it.
-            if rank.candidate_transports and rank.candidate_transports[0] in SENT:
+        """End a cancelled `send` in another thread that `cancel` does not reach, because a rank takes nothing.
+
+        Called again and again: a rank that has taken bytes since the last call is left alone.
+        """
+        taken = {rank: rank.connection.sent_bytes for rank in list(self._listener.ranks) if not rank.may_read}
+        for rank, count in taken.items():
+            if self._taken.get(rank) == count:
                 rank.connection.cut()
+        self._taken = taken
 
     @postponed()
     def send(self, source: TensorSource, *, partial: bool = False) -> dict[str, Any]:
@@ -264,6 +269,7 @@ class WeightSender:
                 with timed(self._seconds, "open"):
                     description, fds = routes.assign(rank).export(rank)
                     description = {**description, "timeout_s": self._timeout_s}
+                rank.may_read = rank.candidate_transports[0].startswith("cuda")
                 rank.connection.send(wire.Offer(manifest, description), self._timeout_s, fds)
             with timed(self._seconds, "open"):
                 early = joining.join_all(waiting, self._timeout_s, routes.own_device)

@@ -199,6 +199,7 @@ class Connection:
         self.is_local = sock.family == socket.AF_UNIX
         self._is_cut = False  # a part of something was sent, and its rest never will be
         self._is_unbroken = False  # inside `unbroken`, or left by an error there
+        self.sent_bytes = 0
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -258,10 +259,12 @@ class Connection:
         try:
             if fds:
                 deadline.limit(self._sock)
-                data = data[socket.send_fds(self._sock, [data], list(fds)) :]
+                count = socket.send_fds(self._sock, [data], list(fds))
+                data, self.sent_bytes = data[count:], self.sent_bytes + count
             while data:
                 deadline.limit(self._sock)
-                data = data[self._sock.send(data) :]
+                count = self._sock.send(data)
+                data, self.sent_bytes = data[count:], self.sent_bytes + count
         except TimeoutError:
             raise self.stalled(f"did not read {what}", timeout_s) from None
         except OSError:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import sys
+import threading
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +20,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import EngineLostError, InvalidRequestError, NoAnswerError
 from rl_memory_plugins.ray import EngineActorHandle, EngineDescription, EngineFleet, actor, fleet, handle
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
+
+from helpers import interrupts
 
 REQUESTS, AT_A_TIME = 40, 10
 
@@ -152,6 +159,52 @@ def test_a_start_that_hangs_ends_and_the_next_one_is_another(cluster: None, tmp_
     engine.start(timeout_s=60.0)
     assert engine.about().pid != pid
     ray.kill(engine.actor)
+
+
+class Hanging(Actor):
+    """An actor whose engine never starts. With `{"marks": FOLDER}` the first one has a wrong argument instead."""
+
+    def __init__(self, engine: str, arguments: dict[str, Any], rl_memory: Any) -> None:
+        self._is_wrong = False
+        if "marks" in arguments:
+            with suppress(FileExistsError):
+                Path(arguments["marks"], "begun").mkdir()
+                self._is_wrong = True
+
+    async def start(self, closed: bool) -> dict[str, Any]:
+        if self._is_wrong:
+            return {"error": InvalidRequestError("a wrong argument").to_record()}
+        await asyncio.sleep(3600)
+        return {}
+
+
+@pytest.mark.parametrize("end", ["the first error", "the deadline", "an interrupt"])
+def test_nothing_is_left_of_a_fleet_that_does_not_start(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """Neither do the engines that hang keep the caller waiting for an hour."""
+    monkeypatch.setattr(fleet, "EngineActor", Hanging)
+    before = set(placement_group_table())
+    arguments = {"marks": str(tmp_path)} if end == "the first error" else {}
+    options = {"start_timeout_s": 3.0} if end == "the deadline" else {}
+    waiting, awaited, engines = threading.Event(), EngineActorHandle._await_restart, set()
+
+    def noted(engine: EngineActorHandle, until: float) -> None:
+        engines.add(engine)
+        awaited(engine, until)
+        waiting.set()
+
+    monkeypatch.setattr(EngineActorHandle, "_await_restart", noted)
+    error = {"the first error": InvalidRequestError, "the deadline": NoAnswerError, "an interrupt": KeyboardInterrupt}
+    with interrupts(waiting) if end == "an interrupt" else nullcontext(), pytest.raises(error[end]):
+        EngineFleet.start(EngineDescription("vllm", arguments), 2, **options)
+    (made,) = set(placement_group_table()) - before
+    wait_until(lambda: placement_group_table()[made]["state"] == "REMOVED", "the placement group is removed")
+    assert len(engines) == 2
+    for engine in engines:
+        with pytest.raises(EngineLostError) as caught:
+            engine.about(timeout_s=60)
+        assert "restarting" not in caught.value.details
 
 
 def test_a_fleet_that_ray_cannot_place_is_an_error(cluster: None) -> None:

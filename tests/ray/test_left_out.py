@@ -37,7 +37,8 @@ class Engine(ToyEngine):
     def sleep(self, level: Any = 1, tags: Any = None, mode: Any = "abort", keep: Any = None) -> None:
         super().sleep(level, tags, mode)
 
-    def start(self, closed: bool = False, timeout_s: float | None = None) -> None: ...
+    def start(self, closed: bool = False, timeout_s: float | None = None) -> None:
+        self.log.append(("start", closed, timeout_s))
 
     def leave(self) -> None:
         self.state = "joining"
@@ -146,8 +147,9 @@ def test_former_weights_of_an_engine_that_comes_back_go_before_it_wakes(fleet: A
     back.fail["post_update"] = StateConflictError("busy")
     fleet.update(checkpoint(4), **OPTIONS)
     back.log.clear()
-    fleet.replace(checkpoint(4), **OPTIONS)
-    assert [call[:2] for call in back.log[:2]] == [("sleep", 2), ("wake_up", ["weights"])]
+    fleet.replace(checkpoint(4), start_timeout_s=77.0, **OPTIONS)
+    assert back.log[0] == ("start", True, 77.0)
+    assert [call[:2] for call in back.log[1:3]] == [("sleep", 2), ("wake_up", ["weights"])]
 
 
 def test_a_call_of_all_is_made_once_and_goes_on_without_a_lost_engine(fleet: Any) -> None:

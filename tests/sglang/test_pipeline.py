@@ -12,6 +12,7 @@ from rl_memory_plugins.engines.sglang import scheduler as scheduler_module
 from rl_memory_plugins.engines.sglang.pipeline import AGREED, Pipeline
 from rl_memory_plugins.engines.sglang.scheduler import SglangScheduler
 from rl_memory_plugins.engines.sglang.scheduler_hooks import SglangEngine
+from rl_memory_plugins.memory.preparation import Pace
 from rl_memory_plugins.tags import PauseMode
 
 
@@ -97,6 +98,7 @@ def _plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def plan(of: Any) -> str | None:
+    of.rl_memory.pace = Pace()
     return pipeline._plan_unless_stopped(lambda scheduler: "a batch")(of)
 
 

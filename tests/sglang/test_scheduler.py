@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from rl_memory_plugins.engines.sglang import scheduler
+from rl_memory_plugins.engines.sglang import pipeline, scheduler
 from rl_memory_plugins.engines.sglang.scheduler_hooks import SglangEngine
 from rl_memory_plugins.errors import EngineAsleepError
 from rl_memory_plugins.memory.preparation import Pace
@@ -24,14 +24,17 @@ def test_a_drain_ends_when_the_last_request_does(draining: bool, naps: int) -> N
 
 def test_background_work_hears_of_each_step() -> None:
     """Host memory is prepared while the first requests run, and would slow them by half."""
-    pace = Pace()
-    manager = types.SimpleNamespace(arena=types.SimpleNamespace(pace=pace))
-    added = types.SimpleNamespace(worker=types.SimpleNamespace(manager=manager))
+    paces = Pace(), Pace()
+    begun, ended = (types.SimpleNamespace(rl_memory=types.SimpleNamespace(pace=one, pipeline=None)) for one in paces)
     results: list[object] = []
     process = scheduler._process_once(lambda scheduler, batch, result: results.append(result))
-    assert not pace.engine_computes
-    process(types.SimpleNamespace(rl_memory=added), "a batch", "its result")
-    assert pace.engine_computes and results == ["its result"]
+    process(ended, "a batch", "its result")
+    batches: list[object] = [None, "a batch"]
+    plan = pipeline._plan_unless_stopped(lambda scheduler: batches.pop(0))
+    assert plan(begun) is None
+    assert [one.engine_computes for one in paces] == [False, True] and results == ["its result"]
+    assert plan(begun) == "a batch"
+    assert paces[0].engine_computes
 
 
 @pytest.mark.parametrize("tags", [set(), {"kv_cache"}])

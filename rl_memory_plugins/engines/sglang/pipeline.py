@@ -139,9 +139,12 @@ def of(scheduler: Any, stages: int) -> Pipeline | None:
 @on_enabled()
 def _plan_unless_stopped(added: Any, original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Agree before a step is planned: here the next stage has, or soon gets, all that this stage has received."""
-    if added.pipeline is None or added.may_begin_step():
-        return original(scheduler, *args, **kwargs)
-    return added.pipeline.no_batch()
+    if added.pipeline is not None and not added.may_begin_step():
+        return added.pipeline.no_batch()
+    batch = original(scheduler, *args, **kwargs)
+    if batch is not None:
+        added.pace.note_step()
+    return batch
 
 
 @on_enabled()

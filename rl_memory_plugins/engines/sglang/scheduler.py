@@ -84,6 +84,8 @@ class SglangScheduler:
         self.ranks = RankedGroup(self.worker.agent, group, stage)
         self.engine = SglangEngine(scheduler, self.ranks, self.all_batches)
         self.last_step = LastStep(scheduler, self.ranks)
+        self.pace = self.worker.manager.arena.pace
+        self.pace.ranks = int(scheduler.server_args.tp_size) * int(scheduler.server_args.pp_size)
         self.worker.agent.receiver.before_writing = self.engine.end_frozen_step
         self.updates = EngineUpdates(
             self.worker.manager,
@@ -337,7 +339,7 @@ def _enter_namespace(
 def _process_once(
     added: SglangScheduler, original: Callable[..., Any], scheduler: Any, batch: Any, result: Any, *args: Any
 ) -> Any:
-    added.worker.manager.arena.pace.note_step()
+    added.pace.note_step()
     return None if frozen.is_done(result) else original(scheduler, batch, result, *args)
 
 

@@ -167,6 +167,7 @@ class VllmWorker:
         """Tell background work when the engine computes. A data-parallel engine without requests has dummy batches."""
         worker, pace = self._worker, self.manager.arena.pace
         runner = worker.model_runner  # with Ray nobody calls the worker's own `execute_model`
+        pace.ranks = worker.parallel_config.tensor_parallel_size * worker.parallel_config.pipeline_parallel_size
         runner.execute_model = pace.noting(runner.execute_model)
         worker.execute_dummy_batch = pace.noting(worker.execute_dummy_batch)
 

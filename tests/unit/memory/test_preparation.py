@@ -16,6 +16,7 @@ from rl_memory_plugins.errors import HostMemoryError
 from rl_memory_plugins.memory import pinned, preparation, reclaim
 from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.preparation import PATIENCE, AllocationCancelled, Caller, Demand
+from rl_memory_plugins.memory.shared_buffers import File
 from rl_memory_plugins.private_directory import one_at_a_time, private_directory, try_lock
 from rl_memory_plugins.tags import Content, Level
 
@@ -425,41 +426,62 @@ def test_there_is_one_pause_a_step_and_meanwhile_others_get_the_lock(arenas, pag
 
 def test_the_pauses_count_all_that_a_step_did(arenas, pages, monkeypatch):
     """Kernels wait while pages are locked, more than while they are touched."""
-    worked = []
-    monkeypatch.setattr(preparation.Pace, "rest", lambda self, worked_s, caller: worked.append(worked_s))
-    monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: time.sleep(0.05) or 0)
+    worked, clock = [], Clock(monkeypatch, pinned)
+    monkeypatch.setattr(preparation.Pace, "rest", lambda self, worked_s, caller: worked.append(round(worked_s, 3)))
+    monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: clock.sleep(0.05) or 0)
+    touch = pinned.touch
+    monkeypatch.setattr(pinned, "touch", lambda *arguments: clock.sleep(0.01) or touch(*arguments))
     pages.let_all()
     arenas(serves=True).prepare([12 * MiB]).join(TIMEOUT_S)
-    assert len(worked) == 3
-    assert worked[0] < 0.05 <= min(worked[1:])
+    assert worked == [0.0, 0.06, 0.06]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_long_pauses_are_of_memory_in_advance(arenas, pages, monkeypatch, shared):
+    """New weights would overtake a copy with long pauses; and a sleep of another process waits for a shared one."""
+    rests, clock = [], Clock(monkeypatch, pinned)
+    monkeypatch.setattr(preparation.Pace, "rest", lambda self, worked_s, caller: rests.append(worked_s))
+    monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: clock.sleep(0.05) or 0)
+    pages.let_all()
+    arena = arenas(serves=True)
+    if shared:
+        file = File(os.memfd_create("shared"), is_new=True)
+        os.ftruncate(file.fd, 12 * MiB)
+        arena.prepare_file(12 * MiB, lambda map_file: map_file(file, 12 * MiB)).join(TIMEOUT_S)
+        os.close(file.fd)
+    else:
+        arena.acquire(12 * MiB, Caller(awaited=lambda: False))
+    assert rests == [0.0] * 3
 
 
 class Clock:
     """Stands still but for sleeps, after each of which something may happen."""
 
-    def __init__(self, monkeypatch, then=lambda: None) -> None:
+    def __init__(self, monkeypatch, module, then=lambda: None) -> None:
         self.now, self._then = 100.0, then
-        monkeypatch.setattr(preparation, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self._sleep))
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
 
-    def _sleep(self, seconds: float) -> None:
+    def sleep(self, seconds: float) -> None:
         self.now += seconds
         self._then()
 
 
 @pytest.mark.parametrize("worked_s", [0.0, 0.02, 0.4])
-@pytest.mark.parametrize("serves", [True, False])
-def test_while_the_engine_computes_background_work_takes_a_tenth_of_the_time(monkeypatch, worked_s, serves):
+@pytest.mark.parametrize(("serves", "ranks", "times"), [(False, 1, 0), (True, 1, 9), (True, 4, 39)])
+def test_while_the_engine_computes_background_work_takes_a_tenth_of_the_time(
+    monkeypatch, worked_s, serves, ranks, times
+):
     pace = preparation.Pace()
-    clock = Clock(monkeypatch, pace.note_step if serves else lambda: None)
+    pace.ranks = ranks
+    clock = Clock(monkeypatch, preparation, pace.note_step if serves else lambda: None)
     if serves:
         pace.note_step()
     pace.rest(worked_s, preparation.Caller(awaited=lambda: False))
-    pause = max(preparation.PAUSE_S, 9 * worked_s if serves else 0.0)
-    assert clock.now == pytest.approx(100 + pause)
+    assert clock.now == pytest.approx(100 + max(preparation.PAUSE_S, times * worked_s))
 
 
 def test_a_pause_ends_soon_after_the_last_step(monkeypatch):
-    pace, clock = preparation.Pace(), Clock(monkeypatch)
+    pace, clock = preparation.Pace(), Clock(monkeypatch, preparation)
     assert pace.noting(lambda factor, *, offset: 3 * factor + offset)(2, offset=1) == 7
     assert pace.engine_computes
     pace.rest(1.0, preparation.Caller(awaited=lambda: False))
@@ -470,7 +492,7 @@ def test_a_pause_ends_soon_after_the_last_step(monkeypatch):
 @pytest.mark.parametrize("end", ["awaited", "go_on"])
 def test_a_pause_ends_when_somebody_waits_or_nobody_wants_the_memory(monkeypatch, end):
     pace = preparation.Pace()
-    clock = Clock(monkeypatch, pace.note_step)
+    clock = Clock(monkeypatch, preparation, pace.note_step)
     pace.note_step()
     callers = {
         "awaited": preparation.Caller(awaited=lambda: clock.now > 100.2),

@@ -1,6 +1,7 @@
 """Updates of several engines that go on without the engines that fail."""
 
 import contextlib
+import re
 import socket
 import threading
 import time
@@ -9,10 +10,12 @@ import pytest
 import torch
 from helpers import interrupts, no_collection
 from silent_engine import POINTS, SilentEngine
+from test_network_update import Large
 from test_push_from_all import OPTIONS, assert_loaded, break_once, fail_once, on_engines_gpus, sharded
 from toy_engine import ToyEngine
 from toys import Rank, ToyModel, Tracked, checkpoint
 
+from integration.waiting import wait_until
 from rl_memory_plugins.errors import (
     EngineFaultError,
     InvalidRequestError,
@@ -309,28 +312,58 @@ def test_an_interrupt_in_the_source_ends_the_update():
     assert ended
 
 
+def interrupted(engines, reached, tensors, **options):
+    """Interrupt an update once all silent engines have been reached. It ends long before its timeout of 50 s."""
+    silent, begun = [one for one in engines if isinstance(one, SilentEngine)], threading.Event()
+    together, reach = threading.Barrier(len(silent), action=begun.set), SilentEngine._reach
+
+    def noted(engine, point):
+        if point == reached:
+            together.wait(30)
+        reach(engine, point)
+
+    with pytest.MonkeyPatch.context() as patched, interrupts(begun):
+        patched.setattr(SilentEngine, "_reach", noted)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            push_from_all(engines, tensors, on_failure="continue", timeout_s=50, **options)
+        assert time.monotonic() - start < 25
+    for engine in silent:
+        engine.wake()
+    assert not [thread for thread in threading.enumerate() if thread.name == "rl-memory-send-weights"]
+
+
 @pytest.mark.parametrize("tls", [False, True])
 @SOURCES
 def test_an_interrupt_does_not_wait_for_engines_that_take_nothing(form, tls):
-    engines = [SilentEngine("bucket", hangs=True, device=f"fake:{number}") for number in range(2)]
-    tensors, sending = form({name: torch.ones(4 << 20) for name in "abcd"}), threading.Event()
-    both, reached = threading.Barrier(2, action=sending.set), SilentEngine._reach
+    """An engine that waits for more is told why the update ends."""
+    told = []
 
-    def reach(engine, point):
-        if point == "bucket":
-            both.wait(30)
-        reached(engine, point)
+    class Told(ToyEngine):
+        def post_update(self, body):
+            try:
+                return super().post_update(body)
+            except RLMemoryError as error:
+                told.append(error)
+                raise
 
-    options = {"on_failure": "continue", "transport": "tcp", "advertise": "127.0.0.1", "tls": tls, "timeout_s": 50}
-    with pytest.MonkeyPatch.context() as patched, interrupts(sending):
-        patched.setattr(SilentEngine, "_reach", reach)
-        start = time.monotonic()
-        with pytest.raises(KeyboardInterrupt):
-            push_from_all(engines, tensors, bucket_bytes=16 << 20, **options)
-        assert time.monotonic() - start < 25  # not the timeout
-    for engine in engines:
-        engine.wake()
-    assert not [thread for thread in threading.enumerate() if thread.name == "rl-memory-send-weights"]
+    well = Told(2)
+    well.ranks = [Rank(Large(), number) for number in range(2)]
+    silent = [SilentEngine("bucket", hangs=True, device=f"fake:{number}") for number in (8, 9)]
+    tensors = form({name: torch.ones(4 << 20) for name in "abcd"})
+    options = {"transport": "tcp", "advertise": "127.0.0.1", "tls": tls, "bucket_bytes": 16 << 20}
+    interrupted([silent[0], well, silent[1]], "bucket", tensors, **options)
+    if form is made:  # else it has taken all of the tensors meanwhile
+        wait_until(lambda: told, "the engine has been told")
+        assert re.search("KeyboardInterrupt|gave the update up", str(told[0])), told
+
+
+@pytest.mark.parametrize("advertise", [None, "127.0.0.1"])
+def test_an_interrupt_does_not_wait_for_an_engine_that_does_not_read_the_offer(advertise):
+    """The description of so many tensors fills the buffers of a socket."""
+    tensors = {f"{number}.{'x' * 500}": torch.ones(1) for number in range(20_000)}
+    options = {} if advertise is None else {"transport": "tcp", "advertise": advertise}
+    interrupted([SilentEngine("hello", hangs=True)], "hello", tensors, **options)
 
 
 @pytest.mark.parametrize("point", ["post", "bucket"])
