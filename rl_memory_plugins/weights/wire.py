@@ -395,13 +395,15 @@ class Connection:
     def cut(self) -> None:
         """End both directions at once if something is being sent: the thread that sends it gets an error."""
         if self._is_cut or self._is_unbroken:
-            with contextlib.suppress(OSError):
-                socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # that of TLS would go on in clear text
+            self._shut(socket.SHUT_RDWR)
 
     def finish(self) -> None:
         """End the sending direction."""
+        self._shut(socket.SHUT_WR)
+
+    def _shut(self, direction: int) -> None:
         with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_WR)
+            socket.socket.shutdown(self._sock, direction)  # after that of TLS all would go on in clear text
 
     def await_end(self, timeout_s: float) -> None:
         """Wait until the peer has closed its end.

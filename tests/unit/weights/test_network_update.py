@@ -487,14 +487,15 @@ def test_ranks_that_fail_leave_the_source_and_their_errors_at_once(security, mon
         thread.join()
 
 
-def test_what_is_cut_sends_nothing_in_clear_text(monkeypatch):
+@pytest.mark.parametrize("end", [wire.Connection.cut, wire.Connection.finish])
+def test_what_is_ended_sends_nothing_in_clear_text(monkeypatch, end):
     """Another thread may be about to send, and only then the connection ends."""
     with connected(tls=True) as (endpoint, sock):
         trainer, rank = endpoint.ranks[0].connection, wire.Connection(sock, "the trainer")
         trainer._is_unbroken = True
         with monkeypatch.context() as patched:
             patched.setattr(socket.socket, "shutdown", lambda *_: None)
-            trainer.cut()
+            end(trainer)
         trainer.send(wire.Commit([]), 5.0)
         assert isinstance(rank.receive(wire.Message, timeout_s=5.0), wire.Commit)
 
