@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from integration import records
-from integration.bench_gpu import PROMPTS, REQUESTS, seconds_of
+from integration.bench_gpu import PROMPTS, REQUESTS, seconds_of, wait_for_idle_gpus
 from integration.gpu_subjects import ENGINES, host_held_mib
 from integration.models import SHAPES, write_model
 from integration.records import Records
@@ -55,6 +55,7 @@ def _serve(subject: Any, found: Records, when: str) -> None:
 
 def run_subject(arguments: argparse.Namespace) -> None:
     common = described("bench_preparation", arguments.engine, arguments.model, arguments.subject, arguments.commit)
+    wait_for_idle_gpus()
     with tempfile.TemporaryDirectory() as scratch:
         model = write_model(Path(scratch, arguments.model), SHAPES[arguments.model], dtype="bfloat16")
         subject = ENGINES[arguments.engine](model, OPTIONS[arguments.subject], arguments.memory, 1)
