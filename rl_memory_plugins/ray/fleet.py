@@ -159,7 +159,6 @@ class EngineFleet:
         fleet = cls(EngineActorHandle(actor, number) for number, actor in enumerate(actors))
         fleet._own_placement = own
         failures: list[Exception] = []  # in the order of time
-        engines = list(fleet.engines)
 
         def start(engine: EngineActorHandle) -> None:
             try:
@@ -170,7 +169,7 @@ class EngineFleet:
                 raise
 
         try:
-            in_parallel([partial(start, engine) for engine in engines], "rl-memory-engine", stop=fleet.close)
+            in_parallel([partial(start, engine) for engine in fleet.engines], "rl-memory-engine", stop=fleet.close)
         except Exception:
             raise failures[0] from None
         except BaseException:

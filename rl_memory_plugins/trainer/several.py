@@ -269,19 +269,17 @@ class SeveralEngines:
             Exception: the source of this process has failed.
         """
         self._agree()
-        failure: Exception | None = None
         try:
             if not self._members or len(self._errors) < len(self._members):
                 self._fan.run()
-        except Exception as error:  # after an interrupt nobody waits for the lanes: `_close` ends them
-            failure = error
-        try:
-            for lane in self._lanes.values():
-                lane.finish()
-            if failure is not None:
-                raise failure
-        finally:
-            del failure  # breaks the reference cycle between the error and this frame
+        except Exception:  # after an interrupt nobody waits for the lanes: `_close` ends them
+            self._finish()
+            raise
+        self._finish()
+
+    def _finish(self) -> None:
+        for lane in self._lanes.values():
+            lane.finish()
 
     def _close(self) -> None:
         """End everything that has not ended."""

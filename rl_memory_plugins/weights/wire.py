@@ -257,14 +257,11 @@ class Connection:
         deadline = Deadline(timeout_s)
         self._is_cut = True
         try:
-            if fds:
-                deadline.limit(self._sock)
-                count = socket.send_fds(self._sock, [data], list(fds))
-                data, self.sent_bytes = data[count:], self.sent_bytes + count
             while data:
                 deadline.limit(self._sock)
-                count = self._sock.send(data)
-                data, self.sent_bytes = data[count:], self.sent_bytes + count
+                count = socket.send_fds(self._sock, [data], list(fds)) if fds else self._sock.send(data)
+                data, fds = data[count:], ()
+                self.sent_bytes += count
         except TimeoutError:
             raise self.stalled(f"did not read {what}", timeout_s) from None
         except OSError:

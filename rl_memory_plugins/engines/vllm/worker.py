@@ -167,7 +167,6 @@ class VllmWorker:
         """Tell background work when the engine computes. A data-parallel engine without requests has dummy batches."""
         worker, pace = self._worker, self.manager.arena.pace
         runner = worker.model_runner  # with Ray nobody calls the worker's own `execute_model`
-        pace.ranks = worker.parallel_config.tensor_parallel_size * worker.parallel_config.pipeline_parallel_size
         runner.execute_model = pace.noting(runner.execute_model)
         worker.execute_dummy_batch = pace.noting(worker.execute_dummy_batch)
 
@@ -206,6 +205,7 @@ class VllmWorker:
             own = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
             number = parallel.data_parallel_index * own + self._worker.rank
             memory = choose_allocator(self._config, self._worker.device, number, serves=True)
+            memory[1].pace.ranks = own
             self._manager = build_manager(self._config, self._worker.rank, memory, self._discardable)
         return self._manager
 
