@@ -146,7 +146,7 @@ def test_the_controller_makes_the_calls_if_the_option_is_set(option: bool, monke
     stand_in = SimpleNamespace(
         weight_updater=SimpleNamespace(tp_cpu_group=group),
         tp_worker=SimpleNamespace(model_runner=runner),
-        server_args=SimpleNamespace(pp_size=1),
+        server_args=SimpleNamespace(tp_size=2, pp_size=1),
     )
     with pytest.raises(Started):
         scheduler.SglangScheduler(stand_in, None, RLMemoryConfig(nccl_suspend=option))  # type: ignore[arg-type]

@@ -175,13 +175,13 @@ def test_a_token_in_the_query_is_refused(client, control):
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_an_update_from_a_checkpoint_is_an_update(client, control, tmp_path, prefix):
     save_file({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
-    given = {"path": str(tmp_path), "weight_version": "step-3", "mode": "abort", "timeout_s": 5}
+    given = {"path": str(tmp_path), "weight_version": "step-3", "mode": "abort", "timeout_s": 0.5}
     answer = client.post(f"{prefix}{CHECKPOINT}", json=given)
     assert answer.status_code == 200, answer.text
     assert (answer.json()["status"], answer.json()["weight_version"]) == ("updated", "v7")
     [(name, command)] = control.calls
     assert name == "update_weights"
-    assert (command.weight_version, command.mode, command.timeout_s) == ("step-3", "abort", 5)
+    assert (command.weight_version, command.mode, command.timeout_s) == ("step-3", "abort", 0.5)
 
 
 @pytest.mark.parametrize(
