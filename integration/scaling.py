@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from integration.report import Place
+from rl_memory_plugins.weights.bucket_sizes import NCCL_PART_BUCKET_BYTES, STREAMED_BUCKET_BYTES
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "scaling.md"
@@ -61,20 +63,46 @@ BUCKET = 1 << 30
 
 
 class Way(NamedTuple):
-    """How the weights travel from the trainer to the engines, after they were gathered.
+    """How the weights travel from the trainer to the engines. Bytes, of one update.
 
     Attributes:
-        sent: Bytes that leave the trainer's hosts, all together.
-        busiest: Bytes that the busiest network card of the trainer sends of them.
-        rank: Bytes that arrive at a rank.
+        sent: Those that leave the trainer's hosts for engines, all together.
+        host: Those of them that the busiest host of the trainer sends.
+        card: Those that its busiest network card sends.
+        engine_host: Those that arrive at each host of engines over the network.
+        engine_card: Those that arrive at the busiest network card there.
+        rank: Those that arrive at a rank.
+        passed: Those that the busiest GPU of a host of engines passes on to the others, over NVLink.
         hops: Hosts behind the first through which a bucket is passed on.
+        gathers: Whether the trainer gathers the weights first.
+        turns: How many cards of the trainer send one after the other, where others wait for them.
     """
 
     name: str
     sent: float
-    busiest: float
+    host: float
+    card: float
+    engine_host: float
+    engine_card: float
     rank: float
+    passed: float = 0
     hops: int = 0
+    gathers: bool = True
+    turns: float = 1
+
+
+class Gather(NamedTuple):
+    """Bytes of a gather of all weights on all GPUs of the trainer.
+
+    Attributes:
+        host: Those that each host sends over the network, and receives.
+        card: Those of each network card.
+        nvlink: Those that arrive at each GPU from the others of its host.
+    """
+
+    host: float
+    card: float
+    nvlink: float
 
 
 def cluster() -> Cluster:
@@ -95,25 +123,51 @@ def ways(size: float, c: Cluster, hosts: int = 1) -> list[Way]:
     """Engines of `size` bytes, each on `hosts` hosts, with tensor parallelism over all GPUs of these.
 
     A trainer process sends to all ranks of one engine; the processes of several engines are on different hosts. A relay
-    receives what the ranks of its host need, and passes it on to them and to the same host of the next engine.
+    receives what the ranks of its host need, and passes it on to them and to the same host of the next engine. With
+    `shards=True` each process sends each rank what its shard has of the rank's slices.
     """
-    engines, ranks = c.hosts // hosts, hosts * c.gpus
-    part = size / ranks
+    engines, ranks, processes = c.hosts // hosts, hosts * c.gpus, c.hosts * c.gpus
+    part, of_host = size / ranks, size / hosts
+    sent, others = engines * size, of_host - part
+    hops, turns = engines - 1, processes / at_a_time(processes, processes)
+    of_shards = sent, sent / c.hosts, sent / processes
+    into = of_host, part, part
     return [
-        Way("whole tensors to each rank", engines * ranks * size, ranks * size, size),
-        Way("slices to each rank", engines * size, size, part),
-        Way("slices, each rank from a card of its own", engines * size, part, part),
-        Way("relay from host to host, over one card", size, size, part, engines - 1),
-        Way("relay from host to host, over all cards", size, part, part, engines - 1),
-        Way("engines on the trainer's GPUs (CUDA IPC)", 0, 0, part),
+        Way("whole tensors to each rank", ranks * sent, ranks * size, ranks * size, c.gpus * size, size, size),
+        Way("slices to each rank", sent, size, size, *into),
+        Way("slices, each rank from a card of its own", sent, of_host, part, *into),
+        Way("relay from host to host, over one card", size, size, size, of_host, of_host, part, others, hops),
+        Way("relay from host to host, over all cards", size, of_host, part, *into, hops=hops),
+        Way("engines on the trainer's GPUs (CUDA IPC)", 0, 0, 0, 0, 0, part),
+        Way("`shards=True`, tensors within a bucket", *of_shards, *into, gathers=False),
+        Way(f"`shards=True`, tensors of {processes} buckets or more", *of_shards, *into, gathers=False, turns=turns),
     ]
+
+
+def gathered(size: float, c: Cluster) -> Gather:
+    """What a gather takes.
+
+    All GPUs take part, in rings over all cards: each host receives what it lacks once, every card as much. A GPU gets
+    over NVLink what the other GPUs of its host hold, and what has arrived over their cards.
+    """
+    host = size * (c.hosts - 1) / c.hosts
+    return Gather(host, host / c.gpus, size * (c.gpus - 1) / c.gpus)
+
+
+def at_a_time(buckets: float, processes: int) -> float:
+    """How many processes send at a time with `shards=True`, of a tensor of which each holds as many rows.
+
+    A bucket has whole rows of it, one after the other: those of few processes, if the tensor takes many buckets.
+    """
+    return min(processes, max(processes / buckets, 1))
 
 
 class Seconds(NamedTuple):
     """How long each link is busy. They work at the same time, so the slowest counts."""
 
-    gather: float  # of the gathers, on a network card
+    gather: float  # of the gathers, on a network card of the trainer
     card: float  # of gathers and sending together, on the busiest card
+    engine_card: float  # on the busiest card of the engines' hosts
     nvlink: float
     load: float
 
@@ -123,15 +177,41 @@ class Seconds(NamedTuple):
 
 
 def seconds(way: Way, size: float, c: Cluster) -> Seconds:
-    """What one update takes.
-
-    All GPUs of the trainer gather, in rings over all cards: each host sends on what the next one lacks, once, and its
-    GPUs pass it on to each other. A card that also sends to engines sends both, one after the other.
-    """
-    card = c.nic * c.share
-    gather = size * (c.hosts - 1) / c.hosts / c.gpus / card
+    """What one update takes. A card that gathers and sends does one after the other."""
+    card, nvlink = c.nic * c.share, c.nvlink * c.share
+    gather = gathered(size, c) if way.gathers else Gather(0, 0, 0)
     last = way.hops * BUCKET / card  # a chain begins to deliver at its end after a bucket for each hop
-    return Seconds(gather, gather + way.busiest / card + last, size / (c.nvlink * c.share), way.rank / c.load)
+    return Seconds(
+        gather.card / card,
+        (gather.card + way.card * way.turns) / card + last,
+        way.engine_card / card,
+        max(gather.nvlink, way.passed) / nvlink,
+        way.rank / c.load,
+    )
+
+
+class Division(NamedTuple):
+    """What `shards=True` takes besides bytes on links, if every process has a part of every bucket of every rank.
+
+    Attributes:
+        buckets: Of one update.
+        messages: To each rank: one from each process for each bucket.
+        message: The bytes of each.
+        slots: Bytes of the slots of a rank, at most: for each process as much as a bucket, and two buckets.
+    """
+
+    buckets: int
+    messages: int
+    message: float
+    slots: int
+
+
+def division(size: float, c: Cluster, hosts: int, bucket: int) -> Division:
+    """See `ways`. `bucket`: its bytes, of whole tensors."""
+    processes = c.hosts * c.gpus
+    buckets = math.ceil(size / bucket)
+    messages = buckets * processes
+    return Division(buckets, messages, size / (hosts * c.gpus) / messages, (processes + 2) * bucket)
 
 
 def assumptions(c: Cluster) -> list[str]:
@@ -144,30 +224,84 @@ def assumptions(c: Cluster) -> list[str]:
         ("NVLink", f"{c.nvlink / GB:g} GB/s for each GPU, in each direction"),
         ("share of a line rate that transfers reach", f"{c.share:.0%}, of the cards and of NVLink"),
         ("load by a rank, from the slot into its parameters", f"{c.load / GB:.0f} GB/s, measured"),
+        ("gather", "by NCCL, over all GPUs of the trainer in rings over all cards; each GPU gets all tensors"),
+        ("slices of the ranks of an engine", "together no more than the weights: no rank needs what another needs"),
+        ("a rank", "receives by the card of its own GPU"),
+        ("`shards=True`", f"every process holds 1/{c.hosts * c.gpus} of every tensor, and no tensor is gathered"),
         ("links", "work at the same time; the slowest counts"),
+        ("not counted", "copies within a GPU, checksums, messages, and waits of ranks for each other"),
     ]
     return table(("", "assumed"), rows)
 
 
+def links(c: Cluster) -> list[str]:
+    """The bytes on each link, of each way in both formats."""
+    rows = []
+    for one in FORMATS:
+        size = PARAMETERS * one.bytes_each
+        for way in ways(size, c, one.hosts):
+            gather = gathered(size, c) if way.gathers else Gather(0, 0, 0)
+            nbytes = (*gather, way.sent, way.host, way.card, way.engine_host, way.engine_card, way.passed)
+            rows.append((one.name, way.name, *(f"{number / 1e12:.4g}" for number in nbytes)))
+    head = (
+        "",
+        "way",
+        "gather: out of each trainer host",
+        "gather: each card",
+        "gather: NVLink, into each GPU",
+        "sent by all trainer hosts",
+        "sent by the busiest trainer host",
+        "sent by its busiest card",
+        "into each host of engines",
+        "into its busiest card",
+        "NVLink of engines: out of the busiest GPU",
+    )
+    return table(head, rows, text=2)
+
+
 def transfers(c: Cluster) -> list[str]:
-    """The gathers and each path, in both formats."""
+    """How long each link is busy, of each way in both formats."""
     rows = []
     for one in FORMATS:
         size = PARAMETERS * one.bytes_each
         for way in ways(size, c, one.hosts):
             took = seconds(way, size, c)
-            sent = [f"{nbytes / 1e12:g}" for nbytes in (way.sent, way.busiest)]
-            rows.append((one.name, way.name, *sent, *(f"{number:.1f}" for number in (*took, took.slowest))))
+            rows.append((one.name, way.name, *(f"{number:.1f}" for number in (*took, took.slowest))))
     head = (
         "",
         "way",
-        "TB leave the trainer",
-        "TB by its busiest card",
-        "s: gather, each card",
-        "s: gather and send, busiest card",
-        "s: gather, NVLink",
-        "s: load of a rank",
-        "s: slowest",
+        "gather, each card",
+        "gather and send, busiest card",
+        "busiest card of the engines",
+        "NVLink",
+        "load of a rank",
+        "slowest",
+    )
+    return table(head, rows, text=2)
+
+
+def divisions(c: Cluster) -> list[str]:
+    """What `shards=True` takes besides bytes on links, and how fast its messages must be."""
+    rows = []
+    for one in FORMATS:
+        size = PARAMETERS * one.bytes_each
+        by_name = {way.name: seconds(way, size, c) for way in ways(size, c, one.hosts)}
+        limits = by_name["`shards=True`, tensors within a bucket"], by_name["slices to each rank"]
+        for name, bucket in (("NCCL", NCCL_PART_BUCKET_BYTES), ("TCP or Gloo", STREAMED_BUCKET_BYTES)):
+            found = division(size, c, one.hosts, bucket)
+            each = (f"{took.slowest / found.messages * 1e6:.1f}" for took in limits)
+            counts = f"{bucket >> 20} MiB", f"{found.buckets:,}", f"{found.messages:,}", f"{found.message / 1e3:.0f}"
+            rows.append((one.name, name, *counts, *each, f"{found.slots / GB:.1f}"))
+    head = (
+        "",
+        "transport",
+        "bucket",
+        "buckets",
+        "messages to each rank",
+        "KB each",
+        "µs each, to end with the cards",
+        "µs each, to end with gather and slices",
+        "GB of slots of a rank, at most",
     )
     return table(head, rows, text=2)
 
@@ -212,7 +346,9 @@ def tables() -> dict[str, list[str]]:
     return {
         "assumptions": assumptions(c),
         "memory": memory(c),
+        "links": links(c),
         "transfers": transfers(c),
+        "shards": divisions(c),
         "replicas": replicas(c),
     }
 
