@@ -56,7 +56,10 @@ class SleepCopies(Transitions):
         if kept and synchronize and not prepared.has_begun:
             self.device.synchronize()  # another stream may still write
         for tag, backup in kept.items():
-            if not backup.is_clean(self.device, backup.blocks, self.epoch):
+            with self.allocator.held(tag) as live:  # what has been freed since cannot be read
+                freed = subtract(backup.identified, live)
+                is_clean = not freed and backup.is_clean(self.device, backup.blocks, self.epoch)
+            if not is_clean:
                 del self._backups[tag]  # a backup that is not among these counts as new, and is copied as a whole
                 prepared.copied.pop(tag, None)
 

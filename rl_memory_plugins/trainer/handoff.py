@@ -258,7 +258,7 @@ class RolloutHandoff:
         return report
 
     def _new_report(self) -> HandoffReport:
-        return HandoffReport(trainer_rank=self._peers.rank, resident=self._parts.resident_bytes)
+        return HandoffReport(trainer_rank=self._peers.rank, resident=self._parts.counter())
 
     def _participants(self) -> Participants:
         """All engines, those that were left out before too."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, Protocol, runtime_checkable
 
@@ -120,6 +121,16 @@ class TrainerParts:
         """Bytes of all parts that are on the device of this process."""
         device = own_device()
         return sum(_resident(part, device) for part in [*self.weights, *self.others])
+
+    def counter(self) -> Callable[[], int]:
+        """`resident_bytes` for a report. Who keeps the report does not keep the trainer's memory with it."""
+        known = weakref.ref(self)
+
+        def count() -> int:
+            parts = known()
+            return 0 if parts is None else parts.resident_bytes()
+
+        return count
 
     def empty_cache(self, step: str) -> float:
         """Empty torch's cache. Returns the seconds that it took.

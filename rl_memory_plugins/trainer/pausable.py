@@ -389,6 +389,7 @@ class PausableMemory(PausableTensors):
         Raises:
             DeviceMemoryError: as for `wake`.
             RLMemoryError: as for `wait`; the memory is not closed.
+            StateConflictError: a transition is prepared; the memory is not closed.
         """
         with self._lock:
             if self._closed:
@@ -396,10 +397,10 @@ class PausableMemory(PausableTensors):
             self.wait()
             if self._content.exists() or self._groups.sleeps():
                 self.wake()
-            self._groups.close()
             self.free_host_memory()
             for tag in self._manager.tags:
                 self._allocator.free_unused(tag)
+            self._groups.close()  # from here on nothing fails: a memory that stays open keeps its groups
             self._hooks.remove()
             self._targets = Targets(gradients=False)  # it keeps none of them from now on
             self._closed = True

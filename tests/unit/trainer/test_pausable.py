@@ -689,6 +689,21 @@ def test_memory_that_a_tag_has_got_after_the_preparation_is_not_released():
     assert first.eq(1).all() and second.eq(1).all()
 
 
+def test_a_frozen_tensor_that_ends_between_the_phases_is_not_read():
+    """Its pages have gone: to read them ends the process."""
+    memory = PausableMemory(frozen=("base",))
+    base = [torch.ones(1 << 24), torch.ones(WIDTH * WIDTH)]
+    memory.adopt(base, tag="base")
+    memory.sleep()
+    memory.wake()
+    memory.prepare_sleep()
+    del base[0]
+    memory.commit()
+    memory.wake()
+    assert (base[0] == 1).all()
+    memory.close()
+
+
 def test_frozen_tensors_that_are_written_after_the_preparation_keep_what_was_written():
     memory = PausableMemory(frozen=("base",))
     with memory.region("base"):

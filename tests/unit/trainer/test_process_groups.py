@@ -17,6 +17,7 @@ from rl_memory_plugins.errors import (
     EngineFaultError,
     InvalidRequestError,
     RLMemoryError,
+    StateConflictError,
     UnsupportedError,
 )
 from rl_memory_plugins.memory import nccl
@@ -313,6 +314,23 @@ def closed_by_itself(rank):
 
 def test_a_rank_closes_by_itself_while_everything_is_awake(pair):
     assert pair.run(closed_by_itself) == [[], []]
+
+
+def closed_in_a_transition(rank):
+    memory, _ = memory_with_groups()
+    memory.prepare_sleep()
+    try:
+        memory.close()
+    except StateConflictError:
+        memory.abort()
+    memory.sleep(["optimizer"])  # the parameters stay awake
+    log = list(LOG)
+    memory.close()
+    return log
+
+
+def test_a_memory_that_could_not_be_closed_keeps_its_groups(pair):
+    assert pair.run(closed_in_a_transition) == [[], []]
 
 
 def handoffs(rank):

@@ -13,7 +13,7 @@ from test_pausable import PAGE, WIDTH, adamw, tensors_in, train
 from torch import nn
 
 from rl_memory_plugins.errors import StateConflictError, UnsupportedError
-from rl_memory_plugins.trainer import Offloader, PausableMemory
+from rl_memory_plugins.trainer import Offloader, PausableMemory, RolloutHandoff
 from rl_memory_plugins.trainer.offloading import host_view, temporarily_loaded
 from rl_memory_plugins.trainer.sleeping_content import SleepingContent, forget_ended, remnants
 
@@ -94,6 +94,19 @@ def test_a_memory_that_has_ended_awake_leaves_nothing_behind():
     gc.collect()
     assert len(remnants) == before and held_bytes(arena) == 0
     PausableMemory(model).sleep()
+
+
+def test_a_report_that_is_kept_keeps_no_memory():
+    model = Tied(width=WIDTH)
+    memory = PausableMemory(model)
+    handoff = RolloutHandoff([], {}, others=[memory.part("parameters")])
+    with handoff.training() as report:
+        pass
+    gone = weakref.ref(memory), weakref.ref(model)
+    del memory, model, handoff
+    gc.collect()
+    assert [one() for one in gone] == [None, None]
+    assert report.record().steps
 
 
 @pytest.mark.parametrize("kept", [(), ("others",), ("model",), ("optimizer",)], ids=str)
