@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import ipaddress
 import os
 import shutil
 import subprocess
@@ -11,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
+MOST = 8
+"""The hosts of one process."""
 
 
 def _ip(*arguments: str) -> None:
@@ -25,7 +28,7 @@ class TwoHosts:
     """A network namespace for the engine, joined to this one by a pair of virtual interfaces.
 
     Args:
-        number: Of the engine's host, if there are several.
+        number: Of the engine's host, if there are several. Below `MOST`.
 
     Attributes:
         interface, addresses: Those of the trainer.
@@ -34,23 +37,24 @@ class TwoHosts:
     """
 
     def __init__(self, number: int = 0) -> None:
-        number += os.getpid()  # tests that run side by side must not meet
-        self._name = f"rlm{number}"
+        self._name = f"rlm{os.getpid()}-{number}"  # tests that run side by side must not meet, nor their networks
         self.interface = f"{self._name}t"
-        self._prefixes = f"198.18.{number % 256}.", f"fd97:213:{number % 65536:x}::"
-        self.addresses = [f"{prefix}1" for prefix in self._prefixes]
-        self.engine = f"{self._prefixes[0]}2"
-        self.networks = f"{self._prefixes[0]}0/24 {self._prefixes[1]}/64"
+        network = (MOST * os.getpid() + number) % (1 << 15)
+        fourth = ipaddress.IPv4Address("198.18.0.0") + 4 * network
+        sixth = ipaddress.IPv6Address(f"fd97:213:{network:x}::")
+        self._hosts = [(f"{fourth + host}/30", f"{sixth + host}/64") for host in (1, 2)]  # trainer and engine
+        self._sides: list[tuple[tuple[str, ...], str]] = [((), self.interface), (("-n", self._name), "eth0")]
+        self.addresses = [str(fourth + 1), str(sixth + 1)]
+        self.engine = str(fourth + 2)
+        self.networks = f"{fourth}/30 {sixth}/64"
 
     def __enter__(self) -> TwoHosts:
         try:
             _ip("netns", "add", self._name)
             _ip("link", "add", self.interface, "type", "veth", "peer", "name", "eth0", "netns", self._name)
-            for side in ((), ("-n", self._name)):
-                host = "2" if side else "1"
-                device = "eth0" if side else self.interface
-                _ip(*side, "addr", "add", f"{self._prefixes[0]}{host}/24", "dev", device)
-                _ip(*side, "addr", "add", f"{self._prefixes[1]}{host}/64", "dev", device, "nodad")
+            for (side, device), (fourth, sixth) in zip(self._sides, self._hosts, strict=True):
+                _ip(*side, "addr", "add", fourth, "dev", device)
+                _ip(*side, "addr", "add", sixth, "dev", device, "nodad")
                 _ip(*side, "link", "set", device, "up")
             _ip("-n", self._name, "link", "set", "lo", "up")
         except BaseException:
@@ -77,7 +81,9 @@ class TwoHosts:
 
     def mend(self) -> None:
         _ip("link", "set", self.interface, "up")
-        _ip("addr", "replace", f"{self.addresses[1]}/64", "dev", self.interface, "nodad")  # the cut took it away
+        _ip("addr", "replace", self._hosts[0][1], "dev", self.interface, "nodad")  # the cut took it away
+        for side, device in self._sides:
+            _ip(*side, "neigh", "flush", "dev", device)  # who was sought in vain counts as unreachable for a while
 
     def limit(self, mbit_s: int) -> None:
         """Let the trainer send at most so many megabits per second."""

@@ -1,7 +1,7 @@
 """Communicators that outlive an update: making one takes longer than a small update.
 
 One lives as long as the connection of the update that used it last, which both ends keep open. So each end notices
-when the other has died, and the memory of the communicator is free again.
+when the other has died, alone or with its host, and the memory of the communicator is free again.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class KeptCommunicators:
     def keep(self, communicator: Communicator, connection: Connection) -> None:
         """Keep a communicator until the peer closes `connection`. This object owns both from now on."""
         communicator.settle()
+        connection.watch_host()
         with self._lock:
             self._kept[communicator.name] = communicator, connection
             surplus = 0 if self._most is None else max(len(self._kept) - self._most, 0)
