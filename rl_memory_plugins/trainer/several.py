@@ -271,7 +271,7 @@ class SeveralEngines:
         self._agree()
         try:
             if not self._members or len(self._errors) < len(self._members):
-                self._fan.run()
+                self._fan.run(for_others=self._peers.size > 1)
         except Exception:  # after an interrupt nobody waits for the lanes: `_close` ends them
             self._finish()
             raise

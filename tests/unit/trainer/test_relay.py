@@ -148,6 +148,17 @@ def test_a_relay_fails_with_its_last_engine_and_the_trainers_other_engines_go_on
     assert_loaded([well], tensors)
 
 
+def test_a_relay_whose_engines_die_in_the_stream_ends_the_update_as_one_engine_would():
+    """The rest of the model crosses the link for nobody, and the trainer's other engine must not commit."""
+    one = Relay([SilentEngine("bucket"), SilentEngine("bucket", device="fake:8")], bucket_bytes=64)
+    well, source = ToyEngine(1, first_device=9), Tracked(checkpoint(3))
+    well.version = "former"
+    with pytest.raises(EngineFaultError, match="died after bucket"):
+        push_from_all([well, one], source, weight_version="5", **{**OPTIONS, "bucket_bytes": 64})
+    assert source.given < len(checkpoint(3))
+    assert well.version == "former" and not well.open
+
+
 def test_a_source_that_fails_leaves_all_engines_closed_and_the_next_update_opens_them():
     class Broken(Tracked):
         def tensors(self):
