@@ -1,7 +1,8 @@
 """Communicators that outlive an update: making one takes longer than a small update.
 
 One lives as long as the connection of the update that used it last, which both ends keep open. So each end notices
-when the other has died, and the memory of the communicator is free again.
+when the other has died, and the memory of the communicator is free again. If the other's host is gone, nothing says so:
+the kernel's probes (`keepalive`) then end the connection.
 """
 
 from __future__ import annotations

@@ -4,16 +4,24 @@ Only root may make namespaces, and some containers forbid it to root too. There 
 two loopback addresses, and the tests of a cut cable do not run; `test_network_update.py` cuts connections everywhere.
 """
 
+import functools
 import threading
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from toys import Rank, Receiving, checkpoint, loaded
 
 from integration.two_hosts import TwoHosts, namespaces_work
+from integration.waiting import wait_until
+from rl_memory_plugins import keepalive
 from rl_memory_plugins.errors import PermissionDeniedError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer.sources.model import as_source
+from rl_memory_plugins.weights import wire
+from rl_memory_plugins.weights.communicators.kept import KeptCommunicators
+from rl_memory_plugins.weights.dial import dial
+from rl_memory_plugins.weights.doors import Doors
 from rl_memory_plugins.weights.sender import WeightSender
 from rl_memory_plugins.weights.update_hosts import UpdateHosts
 
@@ -142,3 +150,34 @@ def test_a_cable_that_is_pulled_in_the_middle_fails_both_sides_in_time(two_hosts
     _, thread = update(two_hosts, rank, tensors, **options)
     assert thread.error is None
     rank.model.assert_unchanged(loaded(tensors))
+
+
+def test_both_ends_close_a_kept_communicator_whose_cable_is_pulled(two_hosts, monkeypatch):
+    """Between updates neither end sends anything."""
+    for name in ("IDLE_S", "INTERVAL_S", "PROBES"):
+        monkeypatch.setattr(keepalive, name, 1)
+    doors = Doors(1, directory=None, advertise=two_hosts.addresses[0], local=False, tls=False)
+    dialled = []
+
+    def connect():
+        two_hosts.enter()
+        dialled.append(dial(doors.places, None, 10.0))
+
+    there = threading.Thread(target=connect)
+    there.start()
+    there.join(20)
+    accepted, _ = doors.sockets[0].accept()
+    closed = []
+    ends = [KeptCommunicators(), KeptCommunicators()]
+    for number, (end, sock) in enumerate(zip(ends, [doors.prepare(accepted), *dialled], strict=True)):
+        communicator = SimpleNamespace(
+            name="one", transport="gloo", settle=lambda: None, close=functools.partial(closed.append, number)
+        )
+        end.keep(communicator, wire.Connection(sock, "the other end"))
+    two_hosts.cut()
+    try:
+        wait_until(lambda: sorted(closed) == [0, 1], "both have noticed")
+    finally:
+        two_hosts.mend()
+        doors.close()
+    assert [end.names() for end in ends] == [[], []]
