@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import httpx
 
+from rl_memory_plugins import keepalive
 from rl_memory_plugins.api_keys import usable_key
 from rl_memory_plugins.errors import (
     AuthenticationError,
@@ -39,16 +40,23 @@ def http_client(
     A server closes an idle connection after some seconds, and any connection after an error of its own. A call sent at
     that moment fails, and must not be repeated because the server may have carried it out. The header asks the server
     to close the connection. `max_keepalive_connections=0` would let one thread close the connection of another.
+
+    A call without a limit ends when the server's host answers no more; see `keepalive`.
     """
     headers = {"Connection": "close"}
     if key := usable_key(api_key):
         headers["Authorization"] = f"Bearer {key}"
+    if transport is None:
+        transport = httpx.HTTPTransport(
+            limits=httpx.Limits(),  # no limit: a control call must not wait until a hundred requests end
+            trust_env=False,
+            socket_options=keepalive.socket_options(),
+        )
     return httpx.Client(
         base_url=url,
         headers=headers,
         timeout=timeout,
         transport=transport,
-        limits=httpx.Limits(),  # no limit: a control call must not wait until a hundred requests end
         trust_env=False,  # no proxy between a trainer and its engine
     )
 
@@ -66,7 +74,8 @@ class EngineClient:
         api_key: The admin or API key of the engine, if it has one; `None` or empty for none.
         timeout_s: The seconds that the server may take to answer; `None` for no limit. Default: `TRANSITION_S` for
             transitions and checksums, and `STATUS_S` for the status. An update has no limit here: it takes as long as
-            the trainer sends, and both its ends notice a peer that says nothing.
+            the trainer sends, and both its ends notice a peer that says nothing. A server whose host is gone is noticed
+            within minutes.
         transport: What carries the calls instead of a connection to `url`.
 
     Raises:

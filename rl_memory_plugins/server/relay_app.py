@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, NoReturn
 
 from fastapi import FastAPI, Request
 
 from rl_memory_plugins import operations
 from rl_memory_plugins.client import ROUTES
+from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.server.auth import ControlAuth
 from rl_memory_plugins.server.parameters import read_arguments, read_body, reject_unknown
 from rl_memory_plugins.server.router import UPDATE_ROUTE, Handler, answering
@@ -43,6 +44,17 @@ def build_relay_app(relay: Relay, auth: ControlAuth) -> FastAPI:
         ("POST", "/sleep", sleep),
         ("POST", "/wake_up", wake_up),
     ]
+    passed_on = [f"{method} {path}" for method, path, _ in routes]
+
+    async def other(request: Request) -> NoReturn:
+        got = f"{request.method} /{request.path_params['path']}"
+        raise UnsupportedError(
+            f"a relay passes on only {', '.join(passed_on)}, and not {got}: call the engines themselves",
+            got=got,
+            allowed=passed_on,
+        )
+
+    routes += [(method, "/{path:path}", other) for method in ("GET", "POST")]  # after the others: the first one answers
     for method, path, handler in routes:
         app.add_api_route(ROUTES + path, answering(handler, auth), methods=[method], response_model=None)
     return app

@@ -69,8 +69,11 @@ class FanOut:
             self.ask()
         return self.revised
 
-    def run(self) -> None:
-        """Iterate over the source to its end, also if all readers have left: other processes may gather with it.
+    def run(self, *, for_others: bool = False) -> None:
+        """Iterate over the source to its end, or until all readers have left.
+
+        Args:
+            for_others: Go on when all readers have left: other processes gather with the source.
 
         Raises:
             Exception: the source failed. All readers get an error of the same type.
@@ -81,8 +84,10 @@ class FanOut:
             else:
                 tensors = self._source.tensors()
                 for item in tensors:
-                    self._give(item)
+                    is_read = self._give(item)
                     del item  # the source may make the next tensor in this one's memory
+                    if not (is_read or for_others):
+                        break
         except BaseException as error:  # an interrupt too: the readers would wait for ever
             self.fail(error)
             raise
@@ -90,7 +95,8 @@ class FanOut:
             self._is_over = True
             self._changed.notify_all()
 
-    def _give(self, item: Item) -> None:
+    def _give(self, item: Item) -> bool:
+        """Have all readers read a tensor. Returns whether any is left."""
         with self._changed:
             self._item = item
             self._stream = torch.cuda.current_stream(item[1].device) if item[1].is_cuda else None
@@ -100,6 +106,7 @@ class FanOut:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._reading)
             self._item = None
+            return bool(self._readers)
 
     def fail(self, error: BaseException) -> None:
         """End the iteration of all readers with an error."""

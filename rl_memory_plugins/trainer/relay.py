@@ -359,6 +359,11 @@ class Incoming:
             finally:
                 wire.close_fds(fds)
 
+    @property
+    def silence_s(self) -> float:
+        """See `several.WaitingSource`: while the trainer waits for its other engines, nothing arrives here."""
+        return self._timeout_s
+
     def specs(self) -> list[TensorSpec]:
         return self.manifest.tensors
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
@@ -43,6 +43,18 @@ from rl_memory_plugins.weights.source import TensorSource
 
 GRACE_S = 10.0
 """How long the engines whose senders have failed may take together to say why."""
+
+
+@runtime_checkable
+class WaitingSource(TensorSource, Protocol):
+    """A source that gets its tensors from elsewhere, as a relay does. The engines hear nothing while it waits.
+
+    Attributes:
+        silence_s: How long it may wait for a tensor, in seconds.
+    """
+
+    @property
+    def silence_s(self) -> float: ...
 
 
 class _Member(NamedTuple):
@@ -91,6 +103,7 @@ class SeveralEngines:
         self._peers = peers
         self._timeout_s = timeout_s
         self._options = options
+        self._source_s = source.silence_s if isinstance(source, WaitingSource) else 0.0
         self._fan = FanOut(Once(source))
         self._members: list[_Member] = []
         self._lanes: dict[int, Lane] = {}  # by member, as the next three
@@ -180,7 +193,7 @@ class SeveralEngines:
 
         places = self._peers.agree(listen)
         # While the trainer waits for an engine, the others hear nothing. Each engine can make it wait once.
-        patience_s = min((len(self._members) + 1) * self._timeout_s, LONGEST_S)
+        patience_s = min((len(self._members) + 1) * self._timeout_s + self._source_s, LONGEST_S)
         for number in self._own.keys() - self._errors.keys():
             endpoints = {
                 device: places[server_of(device, rank, sites)][str(number)][device]
@@ -271,7 +284,7 @@ class SeveralEngines:
         self._agree()
         try:
             if not self._members or len(self._errors) < len(self._members):
-                self._fan.run()
+                self._fan.run(for_others=self._peers.size > 1)
         except Exception:  # after an interrupt nobody waits for the lanes: `_close` ends them
             self._finish()
             raise

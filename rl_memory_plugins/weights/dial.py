@@ -6,6 +6,7 @@ import math
 import socket
 from collections.abc import Sequence
 
+from rl_memory_plugins import keepalive
 from rl_memory_plugins.errors import PermissionDeniedError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.weights import addresses, tls, wire
 from rl_memory_plugins.weights.update_hosts import UpdateHosts
@@ -74,6 +75,7 @@ def _connect(place: str, hosts: UpdateHosts | None, timeout_s: float, reach_s: f
         if address is None:
             return sock
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keepalive.keep_alive(sock)
         return sock if address.fingerprint is None else tls.connect(sock, address.fingerprint)
     except (OSError, RLMemoryError, UnicodeError, ValueError):
         sock.close()

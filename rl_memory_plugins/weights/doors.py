@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_memory_plugins import keepalive
 from rl_memory_plugins.errors import InvalidRequestError
 from rl_memory_plugins.own_host import interface_addresses
 from rl_memory_plugins.weights.addresses import Address
@@ -78,6 +79,7 @@ class Doors:
     def prepare(self, sock: socket.socket) -> socket.socket:
         """Prepare an accepted TCP connection. The result owns the connection; with TLS it has yet to shake hands."""
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keepalive.keep_alive(sock)
         return sock if self._tls is None else self._tls.wrap(sock)
 
     def _open_local(self, directory: str | os.PathLike[str] | None) -> None:

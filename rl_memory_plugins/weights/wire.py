@@ -43,6 +43,7 @@ from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
+from rl_memory_plugins import keepalive
 from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError, from_record
 from rl_memory_plugins.weights.manifest import BucketEntry, Manifest, Mismatch
 from rl_memory_plugins.weights.shards import Layouts
@@ -52,10 +53,6 @@ PROTOCOL = 6
 MAX_MESSAGE_BYTES = 64 << 20
 MAX_HELLO_BYTES = 4096
 MAX_DESCRIPTORS = 4
-
-SILENCE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 20, socket.TCP_USER_TIMEOUT: 120_000}
-"""After how many seconds without a packet the peer's host is asked whether it is there, how often then, and after how
-many milliseconds without an answer it is gone, also to what was sent before. See `Connection.watch_host`."""
 
 PART_BYTES = 4 << 20
 """The bytes of a bucket that must pass within one timeout. A deadline for the whole would be too short on a slow link,
@@ -219,11 +216,9 @@ class Connection:
         return bool(poll.poll(0))
 
     def watch_host(self) -> None:
-        """Have the kernel end a connection that carries nothing once the peer's host is gone: nothing else tells."""
+        """Have the kernel end a connection that carries nothing any more once the peer's host is gone."""
         if not self.is_local:
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in SILENCE.items():
-                self._sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            keepalive.end_unacknowledged(self._sock)
 
     def has_message(self) -> bool:
         """Whether the peer has sent something, or has closed its end. Not for TLS, see `has_decrypted`."""

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import torch
 import uvicorn
 from fastapi.testclient import TestClient
 
@@ -17,10 +18,16 @@ from test_relay import OPTIONS, host  # noqa: E402
 from toys import checkpoint, loaded  # noqa: E402
 
 from rl_memory_plugins.client import ROUTES, EngineClient  # noqa: E402
-from rl_memory_plugins.errors import AuthenticationError, RLMemoryError, StateConflictError, WeightUpdateError  # noqa: E402
+from rl_memory_plugins.errors import (  # noqa: E402
+    AuthenticationError,
+    RLMemoryError,
+    StateConflictError,
+    UnsupportedError,
+    WeightUpdateError,
+)
 from rl_memory_plugins.server.auth import ControlAuth  # noqa: E402
 from rl_memory_plugins.server.relay_app import build_relay_app  # noqa: E402
-from rl_memory_plugins.trainer import RolloutHandoff  # noqa: E402
+from rl_memory_plugins.trainer import Adapter, RolloutHandoff, push_from_all  # noqa: E402
 
 
 @contextlib.contextmanager
@@ -109,6 +116,37 @@ def test_a_body_that_no_update_has_is_refused(body):
     client = TestClient(build_relay_app(relay, ControlAuth()), "http://localhost", client=("127.0.0.1", 1))
     answer = client.post(f"{ROUTES}/update_weights_from_ipc", json=body)
     assert answer.status_code == 422, answer.text
+
+
+CALLS = {
+    "GET /is_sleeping": lambda engine: engine.is_sleeping(),
+    "GET /timeline": lambda engine: engine.timeline(),
+    "GET /weight_version": lambda engine: engine.weight_version(),
+    "GET /weights/checksums": lambda engine: engine.checksums(),
+    "POST /update_weights_from_checkpoint": lambda engine: engine.update_weights_from_checkpoint("/model"),
+    "POST /remove_adapter": lambda engine: engine.remove_adapter("policy"),
+    "POST /update_adapter": lambda engine: engine.update_adapter("policy", {"a": torch.zeros(1)}, {"r": 4}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_no_relay_passes_on_says_what_it_passes_on(call):
+    _, relay = host(1)
+    with serving(relay, "key") as url:
+        with pytest.raises(UnsupportedError, match="a relay passes on only") as caught:
+            CALLS[call](EngineClient(url, "key"))
+        assert caught.value.details["got"] == call
+        assert caught.value.details["allowed"] == [
+            "GET /memory", "POST /update_weights_from_ipc", "POST /sleep", "POST /wake_up"
+        ]  # fmt: skip
+        with pytest.raises(AuthenticationError):
+            EngineClient(url, "other").weight_version()
+
+
+def test_adapters_of_several_engines_are_refused_by_a_relay():
+    _, relay = host(1)
+    with serving(relay) as url, pytest.raises(UnsupportedError, match="a relay passes on only"):
+        push_from_all([EngineClient(url)], {"a": torch.zeros(1)}, adapter=Adapter("policy", {"r": 4}), **OPTIONS)
 
 
 def test_without_a_key_only_this_machines_clients_are_admitted():

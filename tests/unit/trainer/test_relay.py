@@ -1,5 +1,6 @@
 """Updates that a relay passes on to the engines of its host."""
 
+import contextlib
 import threading
 from itertools import product
 
@@ -24,6 +25,7 @@ from rl_memory_plugins.errors import (
     WeightUpdateError,
 )
 from rl_memory_plugins.tags import Content
+from rl_memory_plugins.timing import LONGEST_S
 from rl_memory_plugins.trainer import Adapter, RolloutHandoff, StreamSource, push_from_all, relay
 from rl_memory_plugins.trainer.relay import Relay
 from rl_memory_plugins.weights import wire
@@ -146,6 +148,17 @@ def test_a_relay_fails_with_its_last_engine_and_the_trainers_other_engines_go_on
     assert [mismatch["name"] for mismatch in failure.error.details["mismatches"]] == ["packed.weight"]
     assert failure.state["content"] == "valid"
     assert_loaded([well], tensors)
+
+
+def test_a_relay_whose_engines_die_in_the_stream_ends_the_update_as_one_engine_would():
+    """The rest of the model crosses the link for nobody, and the trainer's other engine must not commit."""
+    one = Relay([SilentEngine("bucket"), SilentEngine("bucket", device="fake:8")], bucket_bytes=64)
+    well, source = ToyEngine(1, first_device=9), Tracked(checkpoint(3))
+    well.version = "former"
+    with pytest.raises(EngineFaultError, match="died after bucket"):
+        push_from_all([well, one], source, weight_version="5", **{**OPTIONS, "bucket_bytes": 64})
+    assert source.given < len(checkpoint(3))
+    assert well.version == "former" and not well.open
 
 
 def test_a_source_that_fails_leaves_all_engines_closed_and_the_next_update_opens_them():
@@ -621,6 +634,31 @@ def test_a_relay_passes_one_update_on_at_a_time():
     push_from_all(one, Twice(checkpoint(2)), **OPTIONS)
     assert refused
     assert_loaded(engines, checkpoint(2))
+
+
+def test_engines_of_the_trainers_that_fall_silent_do_not_make_those_behind_a_relay_give_up():
+    """The trainer waits for one and then for the other, and the relay has nothing to pass on meanwhile."""
+    silent = [SilentEngine("offer", True, "fake:7"), SilentEngine("bucket", True, "fake:8")]
+    well, tensors = ToyEngine(), checkpoint(2)
+    one = Relay(well)
+    push_from_all(one, checkpoint(1), **OPTIONS)  # a first update may take an engine seconds
+    options = {**OPTIONS, "bucket_bytes": 64, "timeout_s": 8.0, "on_failure": "continue"}
+    with contextlib.ExitStack() as end:
+        for engine in silent:
+            end.callback(engine.wake)
+        report = push_from_all([*silent, one], Tracked(tensors), **options)
+    assert [(failure.engine, failure.behind) for failure in report["failed"]] == [(0, None), (1, None)]
+    assert_loaded([well], tensors)
+
+
+@pytest.mark.parametrize(("timeout_s", "patience_s"), [(60.0, 2 * 60.0 + 3 * 30.0), (LONGEST_S, LONGEST_S)])
+def test_engines_behind_a_relay_wait_for_the_trainer_and_for_each_other(timeout_s, patience_s):
+    engines, one = host(2)
+    told = []
+    for engine in engines:
+        engine.post_update = lambda body, post=engine.post_update: told.append(body["timeout_s"]) or post(body)
+    push_from_all(one, checkpoint(2), on_failure="continue", **{**OPTIONS, "timeout_s": timeout_s})
+    assert told == [patience_s] * 2
 
 
 @pytest.mark.parametrize("tls", [True])

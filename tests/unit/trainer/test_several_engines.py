@@ -378,6 +378,13 @@ def test_an_engine_that_fails_leaves_the_source_and_its_error_at_once(point):
             assert source.open == source.alive() == 0
 
 
+def test_a_source_makes_no_tensors_for_engines_that_are_all_dead():
+    source = Tracked({f"{number}": torch.zeros(64) for number in range(100)})
+    with pytest.raises(EngineFaultError, match="died after bucket"):
+        push_from_all([SilentEngine("bucket"), SilentEngine("bucket", device="fake:8")], source, **CONTINUE)
+    assert source.open == 0 and source.given < 50
+
+
 def test_a_source_that_follows_the_engines_dtypes_is_asked_once_for_all():
     tensors, made_as = checkpoint(4), []
 

@@ -5,7 +5,6 @@ two loopback addresses, and the tests of a cut cable do not run; `test_network_u
 """
 
 import itertools
-import socket
 import threading
 import warnings
 from types import SimpleNamespace
@@ -15,10 +14,11 @@ from toys import Rank, Receiving, checkpoint, loaded
 
 from integration.two_hosts import TwoHosts, namespaces_work
 from integration.waiting import wait_until
+from rl_memory_plugins import keepalive
 from rl_memory_plugins.errors import PermissionDeniedError, RLMemoryError, WeightUpdateError
 from rl_memory_plugins.tags import Content
 from rl_memory_plugins.trainer.sources.model import as_source
-from rl_memory_plugins.weights import addresses, wire
+from rl_memory_plugins.weights import addresses
 from rl_memory_plugins.weights.communicators import kept
 from rl_memory_plugins.weights.communicators.over_gloo import GlooCommunicator
 from rl_memory_plugins.weights.sender import WeightSender
@@ -214,8 +214,8 @@ def test_a_cable_that_is_pulled_fails_both_sides_in_time(
 
 def test_a_host_that_goes_between_updates_takes_its_communicator_along(two_hosts, monkeypatch):
     """Neither end gets a packet that says so, and each has memory for the other one."""
-    short = {socket.TCP_KEEPIDLE: 1, socket.TCP_KEEPINTVL: 1, socket.TCP_USER_TIMEOUT: 2000}
-    monkeypatch.setattr(wire, "SILENCE", short)
+    for name in ("IDLE_S", "INTERVAL_S", "PROBES"):
+        monkeypatch.setattr(keepalive, name, 1)
     rank, options = Rank(hosts=UpdateHosts(two_hosts.networks)), {"advertise": two_hosts.addresses, "transport": "gloo"}
     _, thread = update(two_hosts, rank, checkpoint(5), **options)
     assert thread.error is None
