@@ -515,6 +515,18 @@ def test_every_process_learns_of_an_engine_that_died(pair, point):
     assert pair.run(one_of_two_is_dead, point) == [[(1, 0, "EngineFaultError")]] * 2
 
 
+def its_engine_dies_in_the_stream(rank):
+    source = Tracked({f"{number}": torch.zeros(64) for number in range(100)})
+    with pytest.raises(EngineFaultError, match="died after bucket"):
+        push_from_all([SilentEngine("bucket", device=f"fake:{rank}")], source, Peers(), **CONTINUE)
+    return source.given
+
+
+def test_processes_without_an_engine_that_is_left_iterate_to_the_end(pair):
+    """Others may gather with them."""
+    assert pair.run(its_engine_dies_in_the_stream) == [100, 100]
+
+
 def each_serves_a_rank_of_both_engines(rank, scenario):
     from rl_memory_plugins.trainer.gpu import own_gpu
 
