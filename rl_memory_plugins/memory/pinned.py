@@ -143,9 +143,16 @@ class PinnedArena(PagedArena):
             _check_not_cancelled(caller)
             yield False
 
-        # Ranks take turns, because each rank must see the memory that the others have taken.
-        with nullcontext() if nbytes <= SMALL_BYTES else one_at_a_time("host-memory", TURN_S):
-            return self._allocate(nbytes, step, file)
+        address = 0
+        try:
+            # Ranks take turns, because each rank must see the memory that the others have taken.
+            with nullcontext() if nbytes <= SMALL_BYTES else one_at_a_time("host-memory", TURN_S):
+                address = self._allocate(nbytes, step, file)
+        except BaseException:
+            if address:  # the turn has ended with an error, and nobody will know the address
+                self.unmap_file(address)
+            raise
+        return address
 
     def _allocate_patiently(
         self, nbytes: int, caller: Caller, file: File | None = None, *, in_advance: bool = True

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from rl_memory_plugins.memory import copies, pinned, preparation
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.arena import address_of
 from rl_memory_plugins.memory.preparation import Caller, Demand
+from rl_memory_plugins.memory.shared_buffer import SharedBuffer
 from rl_memory_plugins.memory.shared_buffers import File
 
 MiB = 1 << 20
@@ -88,6 +90,25 @@ def test_memory_that_stays_page_locked_stays_mapped(arena, monkeypatch):
     arena.close()
     assert ctypes.c_char.from_address(address).value == b"\0"  # a fault if it were gone
     assert arena.held_bytes == 0
+
+
+def test_a_turn_that_ends_with_an_error_leaves_no_memory_in_use(arena, monkeypatch):
+    """Each retry would take the memory of another copy, page-locked and known to nobody."""
+
+    @contextmanager
+    def turn(*_):
+        yield
+        raise OSError("the lock cannot be given back")
+
+    monkeypatch.setattr(pinned, "one_at_a_time", turn)
+    with pytest.raises(OSError, match="given back"):
+        arena.acquire(40 * MiB)
+    assert arena.held_bytes == 0
+    buffer = SharedBuffer.create(40 * MiB)
+    with pytest.raises(OSError, match="given back"):
+        arena.map_file(File(buffer.fd, is_new=True), 40 * MiB)
+    assert arena.held_bytes == 0
+    buffer.close()
 
 
 def test_an_interrupt_while_pages_are_locked_leaves_none_locked(arena, monkeypatch):
