@@ -23,7 +23,7 @@ from typing import Any
 import msgspec
 
 from rl_memory_plugins.errors import EngineFaultError
-from rl_memory_plugins.private_directory import one_at_a_time, private_directory, try_lock, unlock
+from rl_memory_plugins.private_directory import directory_with_locks, one_at_a_time, try_lock, unlock
 from rl_memory_plugins.records import EngineStatus
 
 _HEADER = struct.Struct("=QQI")  # sequence number, payload length, checksum of both and the payload
@@ -35,10 +35,14 @@ ANSWER_VALID_S = 1.0
 
 
 class StatusBoard:
-    """The writer's side. The file lies in a directory that only this user can enter."""
+    """The writer's side. The file lies in a directory that only this user can enter.
+
+    Raises:
+        UnsupportedError: the directory has no locks, so nobody would see that the writer has died.
+    """
 
     def __init__(self) -> None:
-        directory = private_directory()
+        directory = directory_with_locks()
         with one_at_a_time("boards", _LOCK_TIMEOUT_S):  # before its lock, a new board looks like that of a dead process
             _remove_boards_of_dead_processes(directory)
             self._handle, self.path = tempfile.mkstemp(prefix=f"{os.getpid()}-", suffix=".board", dir=directory)
@@ -99,7 +103,10 @@ class BoardReader:
     def writer_lives(self) -> bool:
         """Whether the process that writes the board lives, however busy it is."""
         handle = self._file.fileno()
-        if not try_lock(handle, shared=True):
+        try:
+            if not try_lock(handle, shared=True):
+                return True
+        except OSError:  # this process cannot see locks here: nothing shows that the writer has died
             return True
         unlock(handle)
         return False
@@ -170,6 +177,6 @@ class Boards:
 def _remove_boards_of_dead_processes(directory: Path) -> None:
     """Boards without a lock. Containers may share the directory but not process ids, so the names show nothing."""
     for board in directory.glob("*.board"):
-        with suppress(FileNotFoundError), board.open("rb") as file:
+        with suppress(OSError), board.open("rb") as file:  # e.g. it is gone, or cannot be locked
             if try_lock(file.fileno()):
                 board.unlink(missing_ok=True)

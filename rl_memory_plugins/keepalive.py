@@ -28,10 +28,10 @@ def socket_options() -> list[tuple[int, int, int]]:
 
 
 def end_unacknowledged(sock: socket.socket) -> None:
-    """Have the kernel end a probed connection also if the other end's host was gone before it acknowledged the last bytes.
+    """Have the kernel end a probed connection also if the other host went before it acknowledged the last bytes.
 
-    Nobody is probed for that long, and the kernel sends the bytes again for a quarter of an hour. Only for a connection
-    that carries nothing any more: an end that does not read for minutes would count as gone too.
+    While they are not acknowledged nobody is probed, and the kernel sends them again for a quarter of an hour. Only for
+    a connection that carries nothing any more: an end that does not read for minutes would count as gone too.
     """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (IDLE_S + INTERVAL_S * PROBES))
 

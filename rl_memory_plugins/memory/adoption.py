@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
+from rl_memory_plugins.memory.emptied import HostCopy, host_copies, nbytes_left_by_move
 from rl_memory_plugins.memory.host_memory import free_host_bytes
 from rl_memory_plugins.memory.interrupts import to_its_end
 
@@ -28,24 +31,30 @@ A larger storage does so too if the device has the memory. If not, it moves thro
 HOST_MARGIN_BYTES = 256 << 20
 """Bytes of host memory that a move leaves free."""
 
+RETURN_S = 5.0
+"""How long a storage that cannot move waits for memory to return to, which other processes may have taken."""
+POLL_S = 0.1
+
 ROUNDING_BYTES = 512  # of torch's caching allocator
 
 
 def move_storages(allocator: Allocator, tag: str, tensors: Iterable[Any]) -> None:
     """Move the tensors' storages into the region of `tag`. Each tensor has a storage of its own.
 
-    A storage is emptied and allocated again, so all tensors and views that share it stay valid.
+    A storage is emptied and allocated again, so all tensors and views that share it stay valid. A storage that an
+    earlier move has left empty gets its content back.
 
     Raises:
         UnsupportedError: torch cannot resize a storage, e.g. of memory that other code owns; nothing was moved.
-        DeviceMemoryError: too little device memory. The tensors keep their content.
+        DeviceMemoryError: too little device memory. The tensors keep their content, on the device or, if other
+            processes take the memory meanwhile, in `host_copies`: the error has `in_host_memory_bytes` then.
     """
     storages = [tensor.untyped_storage() for tensor in tensors]
     if not all(storage.resizable() for storage in storages):
         raise UnsupportedError("other code owns the memory of a tensor, so it cannot be moved: use Offloader for it")
     if storages:
         warn_of_nccl()
-    for group in in_groups({storage: storage.nbytes() for storage in storages}):
+    for group in in_groups({storage: _nbytes(storage) for storage in storages}):
         allocator.device.trim(GROUP_BYTES)  # torch does not give its cache to a region that runs out of memory
         allocator.device.synchronize()  # another stream may still use the old memory
         _move(allocator, tag, group)
@@ -53,7 +62,7 @@ def move_storages(allocator: Allocator, tag: str, tensors: Iterable[Any]) -> Non
 
 
 def _move(allocator: Allocator, tag: str, group: list[Any]) -> None:
-    sizes = [storage.nbytes() for storage in group]
+    sizes = [_nbytes(storage) for storage in group]
     needed = sum(sizes)
     # A storage of more than a group is alone in its group.
     by_host = (
@@ -63,7 +72,7 @@ def _move(allocator: Allocator, tag: str, group: list[Any]) -> None:
     )
     copies: list[torch.Tensor] = []
     try:
-        copies = [bytes_of(storage).to("cpu" if by_host else storage.device, copy=True) for storage in group]
+        copies = [_copy_of(storage, by_host) for storage in group]
         if by_host:
             group[0].resize_(0)
             allocator.device.trim()  # the region takes this memory from the driver
@@ -77,15 +86,63 @@ def _move(allocator: Allocator, tag: str, group: list[Any]) -> None:
             f"too little device memory to move {needed} bytes into the region {tag}: {error}", needed_bytes=needed
         ) from None
     finally:
-        to_its_end(lambda: _restore(group, copies))
+        deadline = time.monotonic() + RETURN_S
+        to_its_end(lambda: _restore(allocator, tag, group, copies, deadline))
 
 
-def _restore(storages: Iterable[Any], copies: Iterable[torch.Tensor]) -> None:
-    """Copy the content back. An emptied storage is allocated again. Without copies the storages are as they were."""
-    for storage, copy in zip(storages, copies, strict=False):
-        if storage.nbytes() != copy.nbytes:  # torch allocates anew for an equal size too, and then outside the region
-            storage.resize_(copy.nbytes)
-        bytes_of(storage).copy_(copy)
+def _nbytes(storage: Any) -> int:
+    return storage.nbytes() or nbytes_left_by_move(storage)
+
+
+def _copy_of(storage: Any, by_host: bool) -> torch.Tensor:
+    if nbytes_left_by_move(storage):
+        content: torch.Tensor = host_copies[storage].content
+        return content
+    return bytes_of(storage).to("cpu" if by_host else storage.device, copy=True)
+
+
+def _restore(allocator: Allocator, tag: str, storages: list[Any], copies: list[torch.Tensor], deadline: float) -> None:
+    """Copy the content back. An emptied storage is allocated again. Without copies the storages are as they were.
+
+    Raises:
+        DeviceMemoryError: a storage stays empty. Its content is in `host_copies`.
+    """
+    left = 0
+    for number, storage in enumerate(storages[: len(copies)]):
+        nbytes = copies[number].nbytes
+        if storage.nbytes() != nbytes:  # torch allocates anew for an equal size too, and then outside the region
+            try:
+                storage.resize_(nbytes)
+            except torch.OutOfMemoryError:
+                host_copies[storage] = HostCopy(copies[number])  # outlives this call, however that ends
+                with suppress(RuntimeError):  # too little host memory
+                    copies[number] = copies[number].cpu()  # a copy on the device may hold the memory that lacks
+                    host_copies[storage] = HostCopy(copies[number])
+                if not _regain(allocator, storage, nbytes, deadline):
+                    left += nbytes
+                    continue
+        bytes_of(storage).copy_(copies[number])
+        host_copies.pop(storage, None)
+    if left:
+        raise DeviceMemoryError(
+            f"too little device memory to move tensors into the region {tag}, and other code has taken the memory that "
+            f"they had: {left} bytes of them are in host memory, and must not be used in computations. Free device "
+            "memory, then adopt the tensors again, or call Offloader(tensors).load()",
+            needed_bytes=left,
+            in_host_memory_bytes=left,
+        )
+
+
+def _regain(allocator: Allocator, storage: Any, nbytes: int, deadline: float) -> bool:
+    """Give an emptied storage its memory again, as soon as there is so much."""
+    while True:
+        allocator.device.trim()
+        with suppress(torch.OutOfMemoryError):
+            storage.resize_(nbytes)
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
 
 
 @cache

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from rl_memory_plugins.errors import HostMemoryError
-from rl_memory_plugins.memory.host_memory import free_host_bytes, libc, refusal_of, whole_pages
+from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info, libc, refusal_of, whole_pages
+from rl_memory_plugins.memory.pages import populate, touch
 from rl_memory_plugins.memory.preparation import (
     MAX_OVERSIZE,
     PAUSE_S,
     SLEEP,
+    AllocationCancelled,
     Asked,
     Caller,
     Demand,
@@ -25,9 +29,16 @@ from rl_memory_plugins.memory.preparation import (
 )
 from rl_memory_plugins.memory.shared_buffers import File, Map, SharedBuffers
 from rl_memory_plugins.memory.threads import await_end
+from rl_memory_plugins.private_directory import one_at_a_time
 
 #: Bytes that are copied, allocated or freed between two checks for cancellation; a few milliseconds of work.
 STEP_BYTES = 256 << 20
+SMALL_BYTES = 32 << 20  # takes milliseconds to allocate, so a smaller buffer waits for no other rank
+TURN_S = 60.0  # the longest wait of a rank for another rank that allocates host memory
+SPARE_SHARE = 4  # with `auto`, an allocation in advance leaves a quarter of the host's memory free
+#: While nobody waits for the memory: the share of the threads, and their niceness. An engine has several busy threads
+#: of its own; while 16 threads touched pages, its requests took a third longer.
+BACKGROUND_SHARE, BACKGROUND_NICE = 8, 5
 
 Step = Callable[[int], AbstractContextManager[bool]]
 """The context of one step of an allocation. The argument is the number of bytes still to allocate. The context's value
@@ -45,10 +56,14 @@ def at_once() -> None:
 class PagedArena:
     """Host memory for backups in anonymous mappings. The arena keeps freed buffers and reuses them by best fit.
 
+    A buffer gets its pages at once. The free host memory tells nothing of pages that only a later copy would take, and
+    of several such buffers each would seem to fit.
+
     Args:
         max_bytes: The most bytes that the arena may hold; with 0 only the free host memory limits it.
         margin_bytes: Bytes of host memory that must stay free after an `acquire`.
         mode: When memory for all weights is allocated, and whether it is freed again; see `config.py`.
+        threads: The number of threads that make pages; by default one for each core, at most 16.
 
     Attributes:
         notes: Limitations of the arena, for `memory_status`.
@@ -58,7 +73,9 @@ class PagedArena:
         pace: The pauses of what is allocated in the background. The engine tells it of its steps.
     """
 
-    def __init__(self, max_bytes: int = 0, margin_bytes: int = 0, mode: PrepareMode = "auto") -> None:
+    def __init__(
+        self, max_bytes: int = 0, margin_bytes: int = 0, mode: PrepareMode = "auto", threads: int | None = None
+    ) -> None:
         self.notes: list[str] = []
         self.shared: SharedBuffers | None = None
         self.is_busy = False
@@ -66,6 +83,7 @@ class PagedArena:
         self.pace = Pace()
         self._max_bytes = max_bytes
         self._margin_bytes = margin_bytes
+        self._threads = threads or min(len(os.sched_getaffinity(0)), 16)
         self._mappings: dict[int, mmap.mmap] = {}
         self._idle: set[int] = set()
         self._pending_bytes = 0  # bytes that are being allocated or freed
@@ -136,8 +154,55 @@ class PagedArena:
             return address
 
     def _allocate_now(self, nbytes: int, caller: Caller, file: File | None = None) -> int:
-        """Allocate a buffer that the caller waits for."""
-        return self._allocate(nbytes, lambda rest: nullcontext(False), file)
+        """Allocate a buffer that the caller waits for, or will wait for."""
+        if nbytes > SMALL_BYTES and not caller.awaited():
+            return self._allocate_patiently(nbytes, caller, file, in_advance=False)
+
+        @contextmanager
+        def step(rest: int) -> Iterator[bool]:
+            _check_not_cancelled(caller)
+            yield False
+
+        address = 0
+        try:
+            # Ranks take turns, because each rank must see the memory that the others have taken.
+            with nullcontext() if nbytes <= SMALL_BYTES else one_at_a_time("host-memory", TURN_S):
+                address = self._allocate(nbytes, step, file)
+        except BaseException:
+            if address:  # the turn has ended with an error, and nobody will know the address
+                self.unmap_file(address)
+            raise
+        return address
+
+    def _allocate_patiently(
+        self, nbytes: int, caller: Caller, file: File | None = None, *, in_advance: bool = True
+    ) -> int:
+        """Allocate a buffer in the background; see `Preparation`."""
+        start = time.monotonic()  # of the latest step, which includes the locking of its pages
+        # A copy of new weights would come too late with long rests. And who makes a shared buffer holds its lock, which
+        # a sleep of another process may want.
+        rests = in_advance and file is None
+        is_new = file is None or file.is_new
+
+        @contextmanager
+        def step(rest: int) -> Iterator[bool]:
+            nonlocal start
+            # outside the lock of all ranks, which others get meanwhile
+            self.pace.rest(time.monotonic() - start if rests else 0.0, caller)
+            _check_not_cancelled(caller)
+            # per step: a sleep of another rank waits for one step
+            with one_at_a_time("host-memory", TURN_S, caller.go_on):
+                start = time.monotonic()
+                _check_not_cancelled(caller)
+                if is_new and in_advance:
+                    self._check_spare(rest)
+                elif is_new and rest:
+                    self._check_free(rest)  # others may have taken memory between two steps
+                yield not caller.awaited()
+
+        # Who frees a shared buffer holds its lock, which a sleep may want.
+        between = at_once if file is not None else self._between_pieces(caller.awaited)
+        return self._allocate(nbytes, step, file, between)
 
     def _allocate(self, nbytes: int, step: Step, file: File | None = None, pause: Callable[[], None] = at_once) -> int:
         with self._lock:
@@ -149,12 +214,7 @@ class PagedArena:
                 else:
                     mapping = mmap.mmap(file.fd, nbytes, flags=mmap.MAP_SHARED)
             except OSError as error:
-                raise HostMemoryError(
-                    f"the kernel refuses {nbytes} bytes of host memory for the backup: {refusal_of(error)}",
-                    needed_bytes=nbytes,
-                    free_bytes=free_host_bytes(),
-                    margin_bytes=self._margin_bytes,
-                ) from error
+                raise self._refused(nbytes, refusal_of(error)) from error
             self._pending_bytes += nbytes
         try:
             self._fill(mapping, step, file)
@@ -190,7 +250,7 @@ class PagedArena:
 
     def prepare(self, sizes: Sequence[int]) -> Preparation | None:
         """Allocate buffers of these sizes in bytes in the background, if their allocation takes long."""
-        return None  # the kernel allocates pageable memory at the first touch
+        return None  # pages that are not locked are made as fast as a copy to new ones would make them
 
     def prepare_file(self, nbytes: int, make: Callable[[Map], None]) -> Preparation | None:
         """Call `make` in the background, if mapping `nbytes` of a file takes long. `make` gets a patient `map_file`."""
@@ -281,6 +341,18 @@ class PagedArena:
             what = "allowed by host_arena_max_bytes" if allowed < free else "free"
             raise self._error(nbytes, min(free, allowed), what)
 
+    def _check_free(self, nbytes: int) -> None:
+        free = free_host_bytes()
+        if nbytes + self._margin_bytes > free:
+            raise self._error(nbytes, free)
+
+    def _check_spare(self, nbytes: int) -> None:
+        """Leave host memory for others: sleeps may never use memory that was allocated in advance."""
+        free, total = host_memory_info()
+        spare = total // SPARE_SHARE if self.demand.mode == "auto" else self._margin_bytes
+        if nbytes + spare > free:
+            raise self._error(nbytes, free - spare + self._margin_bytes, f"free beyond a reserve of {spare}")
+
     def _error(self, needed: int, free: int, what: str = "free") -> HostMemoryError:
         usable = max(free - self._margin_bytes, 0)
         return HostMemoryError(
@@ -290,11 +362,37 @@ class PagedArena:
             margin_bytes=self._margin_bytes,
         )
 
+    def _refused(self, nbytes: int, why: str) -> HostMemoryError:
+        return HostMemoryError(
+            f"the kernel refuses {nbytes} bytes of host memory for the backup: {why}",
+            needed_bytes=nbytes,
+            free_bytes=free_host_bytes(),
+            margin_bytes=self._margin_bytes,
+        )
+
     def _fill(self, mapping: mmap.mmap, step: Step, file: File | None = None) -> None:
-        """Touch and pin the pages, in subclasses that do so. The pages of a file keep their content."""
+        """Make the pages. Those of a file keep their content."""
+        address, nbytes = address_of(mapping), len(mapping)
+        for start in range(0, nbytes, STEP_BYTES):
+            with step(nbytes - start) as in_background:
+                part = (address + start, min(STEP_BYTES, nbytes - start), *self._effort(in_background))
+                code = populate(*part)
+                if code == errno.EINVAL and file is None:  # an older kernel
+                    touch(*part)
+                elif code not in (0, errno.EINVAL):
+                    raise self._refused(nbytes, os.strerror(code))
+
+    def _effort(self, in_background: bool) -> tuple[int, int]:
+        """The number of threads that make pages, and their niceness."""
+        return (max(self._threads // BACKGROUND_SHARE, 1), BACKGROUND_NICE) if in_background else (self._threads, 0)
 
     def _discard(self, address: int, mapping: mmap.mmap, pause: Callable[[], None]) -> None:
         unmap(mapping, pause)
+
+
+def _check_not_cancelled(caller: Caller) -> None:
+    if not caller.go_on():
+        raise AllocationCancelled
 
 
 def unmap(mapping: mmap.mmap, pause: Callable[[], None]) -> None:

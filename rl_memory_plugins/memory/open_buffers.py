@@ -28,12 +28,15 @@ class Entry:
     def __init__(self, buffer: SharedBuffer) -> None:
         self._path = _directory() / f"{os.getpid()}-{buffer.fd}"
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try_lock(self._fd)
+        self._is_locked = False
+        with suppress(OSError):  # without locks no process takes any entry for left over
+            self._is_locked = try_lock(self._fd)
 
     def remove(self) -> None:
         with suppress(FileNotFoundError):  # temporary directories are cleaned
             self._path.unlink()
-        unlock(self._fd)
+        if self._is_locked:
+            unlock(self._fd)
         os.close(self._fd)
 
 
@@ -54,7 +57,10 @@ def _is_left_over(path: Path) -> bool:
     except OSError:
         return True
     try:
-        if not try_lock(fd):
+        try:
+            if not try_lock(fd):
+                return False
+        except OSError:  # there are no locks here; `SharedBuffer.open` sees by itself whether the buffer is there
             return False
         path.unlink(missing_ok=True)
         return True

@@ -5,25 +5,22 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.arena import STEP_BYTES, PagedArena, Step, address_of, at_once
+from rl_memory_plugins.memory.arena import SMALL_BYTES, STEP_BYTES, PagedArena, Step, address_of
 from rl_memory_plugins.memory.copies import by_pieces, end_of_piece
-from rl_memory_plugins.memory.host_memory import MADV_POPULATE_WRITE, host_memory_info, libc, whole_pages
+from rl_memory_plugins.memory.host_memory import libc, whole_pages
+from rl_memory_plugins.memory.pages import THREADS, populate, touch
 from rl_memory_plugins.memory.preparation import (
     SLEEP,
-    AllocationCancelled,
     Caller,
     Make,
     Preparation,
@@ -31,21 +28,12 @@ from rl_memory_plugins.memory.preparation import (
 )
 from rl_memory_plugins.memory.shared_buffers import File, Map
 from rl_memory_plugins.memory.threads import await_end, in_parallel
-from rl_memory_plugins.private_directory import one_at_a_time
 
 logger = logging.getLogger(__name__)
 
-HUGE_PAGE = 2 << 20
-TURN_S = 60.0  # the longest wait of a rank for another rank that allocates host memory
-#: While nobody waits for the memory: the share of the threads, and their niceness. An engine has several busy threads
-#: of its own; while 16 threads touched pages, its requests took a third longer.
-BACKGROUND_SHARE, BACKGROUND_NICE = 8, 5
 UNLOCK_PAUSE_S = 0.001  # between two pieces, for the driver's other calls
-SMALL_BYTES = 32 << 20  # takes milliseconds to allocate, so a smaller buffer waits for no other rank
-SPARE_SHARE = 4  # with `auto`, an allocation in advance leaves a quarter of the host's memory free
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all contexts of the process
 _MPOL_PREFERRED = 1
-_PAGES = "rl-memory-pages"  # the name of the threads
 _MBIND = {"x86_64": 237, "aarch64": 235}
 
 
@@ -75,8 +63,7 @@ class PinnedArena(PagedArena):
         *,
         serves: bool = False,
     ) -> None:
-        super().__init__(max_bytes, margin_bytes, mode)
-        self._threads = threads or min(len(os.sched_getaffinity(0)), 16)
+        super().__init__(max_bytes, margin_bytes, mode, threads)
         self._index = index
         self._node = numa_node(index)
         self._serves = serves
@@ -134,53 +121,6 @@ class PinnedArena(PagedArena):
             for preparation in self._running():
                 preparation.end()
 
-    def _allocate_now(self, nbytes: int, caller: Caller, file: File | None = None) -> int:
-        if nbytes > SMALL_BYTES and not caller.awaited():
-            return self._allocate_patiently(nbytes, caller, file, in_advance=False)
-
-        @contextmanager
-        def step(rest: int) -> Iterator[bool]:
-            _check_not_cancelled(caller)
-            yield False
-
-        # Ranks take turns, because each rank must see the memory that the others have taken.
-        with nullcontext() if nbytes <= SMALL_BYTES else one_at_a_time("host-memory", TURN_S):
-            return self._allocate(nbytes, step, file)
-
-    def _allocate_patiently(
-        self, nbytes: int, caller: Caller, file: File | None = None, *, in_advance: bool = True
-    ) -> int:
-        """Allocate a buffer in the background; see `Preparation`."""
-        start = time.monotonic()  # of the latest step, which includes the locking of its pages
-        # A copy of new weights would come too late with long rests. And who makes a shared buffer holds its lock, which
-        # a sleep of another process may want.
-        rests = in_advance and file is None
-
-        @contextmanager
-        def step(rest: int) -> Iterator[bool]:
-            nonlocal start
-            # outside the lock of all ranks, which others get meanwhile
-            self.pace.rest(time.monotonic() - start if rests else 0.0, caller)
-            _check_not_cancelled(caller)
-            # per step: a sleep of another rank waits for one step
-            with one_at_a_time("host-memory", TURN_S, caller.go_on):
-                start = time.monotonic()
-                _check_not_cancelled(caller)
-                if in_advance and (file is None or file.is_new):
-                    self._check_spare(rest)
-                yield not caller.awaited()
-
-        # Who frees a shared buffer holds its lock, which a sleep may want.
-        between = at_once if file is not None else self._between_pieces(caller.awaited)
-        return self._allocate(nbytes, step, file, between)
-
-    def _check_spare(self, nbytes: int) -> None:
-        """Leave host memory for others: sleeps may never use memory that was allocated in advance."""
-        free, total = host_memory_info()
-        spare = total // SPARE_SHARE if self.demand.mode == "auto" else self._margin_bytes
-        if nbytes + spare > free:
-            raise self._error(nbytes, free - spare + self._margin_bytes, f"free beyond a reserve of {spare}")
-
     def _await_background_work(self) -> bool:
         running = self._running()
         for preparation in running:
@@ -195,16 +135,15 @@ class PinnedArena(PagedArena):
         libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a kernel that lacks either advice ignores it
         libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # copy-on-write after a fork would move our pages
         prefer_node(address, nbytes, self._node)
-        back = touch if file is None else populate
+        back: Callable[..., object] = touch if file is None else populate
         start, locked = 0, 0
         while start < nbytes:
             with step(nbytes - start) as in_background:
                 if in_background:
                     made = min(end_of_piece(address + start) - address - start, nbytes - start)
-                    back(address + start, made, max(self._threads // BACKGROUND_SHARE, 1), BACKGROUND_NICE)
                 else:
                     made = min(STEP_BYTES, nbytes - start)
-                    back(address + start, made, self._threads)
+                back(address + start, made, *self._effort(in_background))
             start += made
             if in_background and self._serves:
                 self._lock_part(address, locked, start)
@@ -215,7 +154,7 @@ class PinnedArena(PagedArena):
 
     def _lock_part(self, mapping: int, start: int, end: int) -> None:
         """Lock the pages of a part of a mapping. What is refused stays pageable."""
-        (code,) = in_parallel([partial(self._lock_pages, mapping, start, end)], _PAGES, to_the_end=True)
+        (code,) = in_parallel([partial(self._lock_pages, mapping, start, end)], THREADS, to_the_end=True)
         if code != 0:
             note = f"host memory could not be page-locked (CUDA error {code}): copies take longer"
             if note not in self.notes:
@@ -258,42 +197,12 @@ class PinnedArena(PagedArena):
     def _discard(self, address: int, mapping: mmap.mmap, pause: Callable[[], None]) -> None:
         if address in self._registered:
             self._kept.append(mapping)
-            (code,) = in_parallel([partial(self._unlock_pages, address, pause)], _PAGES, to_the_end=True)
+            (code,) = in_parallel([partial(self._unlock_pages, address, pause)], THREADS, to_the_end=True)
             if code != 0:
                 logger.error("host memory could not be unlocked (CUDA error %d), so it is not freed", code)
                 return
             self._kept.remove(mapping)
         super()._discard(address, mapping, pause)
-
-
-def _check_not_cancelled(caller: Caller) -> None:
-    if not caller.go_on():
-        raise AllocationCancelled
-
-
-def touch(address: int, nbytes: int, threads: int, nice: int = 0) -> None:
-    """Make the kernel back every page of the range with memory, in several threads of this niceness. The pages read as
-    zeros."""
-    # on huge pages memset is twice as fast as madvise(MADV_POPULATE_WRITE); ctypes releases the GIL
-    _in_pieces(address, nbytes, threads, nice, lambda start, size: ctypes.memset(start, 0, size))
-
-
-def populate(address: int, nbytes: int, threads: int, nice: int = 0) -> None:
-    """The same, for pages that may have content, which stays. Kernels before 5.14 do this when the pages are locked."""
-    _in_pieces(address, nbytes, threads, nice, lambda start, size: libc.madvise(start, size, MADV_POPULATE_WRITE))
-
-
-def _in_pieces(address: int, nbytes: int, threads: int, nice: int, call: Callable[[int, int], Any]) -> None:
-    step = max(-(-nbytes // threads // HUGE_PAGE) * HUGE_PAGE, HUGE_PAGE)
-    end, caller = address + nbytes, threading.get_ident()
-
-    def run(start: int) -> None:
-        if nice and threading.get_ident() != caller:
-            with suppress(OSError):  # a sandbox may forbid the call
-                os.setpriority(os.PRIO_PROCESS, 0, nice)  # on Linux that is this thread, which ends with `run`
-        call(start, min(step, end - start))
-
-    in_parallel([partial(run, start) for start in range(address, end, step)], _PAGES, to_the_end=True)
 
 
 def prefer_node(address: int, nbytes: int, node: int | None) -> None:

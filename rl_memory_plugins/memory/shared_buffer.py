@@ -114,7 +114,11 @@ class SharedBuffer:
         os.pwrite(self.fd, _HEADER.pack(_MAGIC, *header), self.nbytes)
 
     def lock(self, *, exclusive: bool) -> bool:
-        """Take the lock if no other process holds it. This process holds no lock before."""
+        """Take the lock if no other process holds it. This process holds no lock before.
+
+        Raises:
+            OSError: the kernel refuses every lock.
+        """
         return try_lock(self.fd, shared=not exclusive)
 
     def share_lock(self) -> bool:
@@ -137,5 +141,7 @@ class SharedBuffer:
 
     def close(self) -> None:
         """Close the file, and end its lock also where a forked process has the file open. The caller has unmapped."""
-        self.unlock()
-        os.close(self.fd)
+        try:
+            self.unlock()
+        finally:
+            os.close(self.fd)

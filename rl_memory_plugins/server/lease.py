@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Iterable
 
-from rl_memory_plugins.private_directory import POLL_S, private_directory, try_lock, unlock
+from rl_memory_plugins.private_directory import POLL_S, directory_with_locks, try_lock, unlock
 
 TOUCH_S = 3600.0
 """Between two touches of the files."""
@@ -27,10 +27,13 @@ class GpuLease:
 
     Attributes:
         held: Whether this process holds `awake` of all GPUs.
+
+    Raises:
+        UnsupportedError: the private directory has no locks, so no turn would ever come.
     """
 
     def __init__(self, devices: Iterable[str]) -> None:
-        directory = private_directory()
+        directory = directory_with_locks()
         names = sorted({re.sub(r"[^\w.-]", "_", device) for device in devices})
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         self._awake = [os.open(directory / f"{name}.awake.lock", flags, 0o600) for name in names]

@@ -59,6 +59,8 @@ def _hook(adopt: weakref.ReferenceType[Callable[[], bool]]) -> Callable[..., Non
             done = found is None or found()
         except RLMemoryError as error:
             done = True
+            if error.details.get("in_host_memory_bytes"):  # state that is not there: the next step must not use it
+                raise
             logger.warning("the state of an optimiser is not adopted yet; the next sleep tries again: %s", error)
 
     return adopt_state

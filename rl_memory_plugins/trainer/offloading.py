@@ -23,6 +23,7 @@ import torch
 from rl_memory_plugins.errors import DeviceMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.memory.adoption import bytes_of, in_groups, make_room
 from rl_memory_plugins.memory.arena import PagedArena
+from rl_memory_plugins.memory.emptied import HostCopy, host_copies
 from rl_memory_plugins.memory.fingerprint import memory_view
 from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.pinned import PinnedArena
@@ -105,15 +106,6 @@ def _close(arena: PagedArena) -> None:
         arena.close()
 
 
-class _HostCopy(NamedTuple):
-    content: Any  # uint8, [bytes]
-    buffer: _Buffer  # keeps the memory of the content
-
-
-_host_copies: weakref.WeakKeyDictionary[Any, _HostCopy] = weakref.WeakKeyDictionary()
-"""The copy of each offloaded storage. A copy lives as long as its storage, even if the offloader is deleted."""
-
-
 class Offloader:
     """Moves the tensors of modules and optimisers together.
 
@@ -148,7 +140,7 @@ class Offloader:
     @property
     def offloaded_bytes(self) -> int:
         """Bytes that a `load` would copy to the device now."""
-        return sum(_host_copies[storage].content.nbytes for storage in self._offloaded())
+        return sum(host_copies[storage].content.nbytes for storage in self._offloaded())
 
     def resident_bytes(self, device: torch.device) -> int:
         """Bytes that an `offload` would move from this device now."""
@@ -198,13 +190,13 @@ class Offloader:
         copies = {}
         address = buffer.address
         for storage in storages:
-            copies[storage] = _HostCopy(memory_view(address, storage.nbytes()), buffer)
+            copies[storage] = HostCopy(memory_view(address, storage.nbytes()), buffer)
             address += align(storage.nbytes())
         _synchronize(storages)  # another stream may still write to the storages
         for storage, copy in copies.items():
             copy.content.copy_(bytes_of(storage), non_blocking=True)
         _synchronize(storages)
-        _host_copies.update(copies)
+        host_copies.update(copies)
         self._storages.update(storages)
         for storage in storages:
             storage.resize_(0)
@@ -218,7 +210,7 @@ class Offloader:
             DeviceMemoryError: too little device memory; everything is still in host memory.
         """
         start = time.perf_counter()
-        copies = {storage: _host_copies[storage].content for storage in self._offloaded()}
+        copies = {storage: host_copies[storage].content for storage in self._offloaded()}
         if not copies:
             return Moved()
         total = sum(content.nbytes for content in copies.values())
@@ -230,7 +222,7 @@ class Offloader:
                 _fill(copies)
             _synchronize(copies)
             for storage in copies:
-                del _host_copies[storage]
+                del host_copies[storage]
         except BaseException as error:
             to_its_end(lambda: _take_back(copies))
             if not isinstance(error, torch.OutOfMemoryError):
@@ -282,7 +274,7 @@ class Offloader:
     def _offloaded(self) -> list[Any]:
         """All offloaded storages, without duplicates."""
         storages = dict.fromkeys([*self._storages, *(tensor.untyped_storage() for tensor in self._tensors())])
-        return [storage for storage in storages if storage in _host_copies]
+        return [storage for storage in storages if storage in host_copies]
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for target in self._targets:
@@ -296,7 +288,7 @@ def _take_back(copies: Mapping[Any, Any]) -> None:
         _synchronize(copies)  # the copies that have begun still write
     finally:
         for storage in copies:
-            if storage in _host_copies:
+            if storage in host_copies:
                 storage.resize_(0)
 
 
@@ -331,7 +323,7 @@ def _sleeping_copy(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _is_away(part: torch.Tensor) -> bool:
-    return part.untyped_storage() in _host_copies or _sleeping_copy(part) is not None
+    return part.untyped_storage() in host_copies or _sleeping_copy(part) is not None
 
 
 def host_view(tensor: torch.Tensor) -> torch.Tensor:
@@ -344,7 +336,7 @@ def host_view(tensor: torch.Tensor) -> torch.Tensor:
     """
     if _all_are_here():
         return tensor
-    copy = _host_copies.get(tensor.untyped_storage())
+    copy = host_copies.get(tensor.untyped_storage())
     content = copy.content if copy is not None else _sleeping_copy(tensor)
     if content is None:
         if hasattr(tensor, "__tensor_flatten__") and any(_is_away(part) for part in plain_parts(tensor)):
@@ -364,7 +356,7 @@ def host_views(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 def _all_are_here() -> bool:
     """Whether nothing at all is offloaded or asleep: the common case with thousands of tensors."""
-    return not _host_copies and not that_may_sleep()
+    return not host_copies and not that_may_sleep()
 
 
 @contextmanager
@@ -377,7 +369,7 @@ def temporarily_loaded(tensor: torch.Tensor) -> Iterator[None]:
     storage = tensor.untyped_storage()
     if _sleeping_copy(tensor) is not None:
         raise UnsupportedError("a tensor is asleep in a PausableMemory: wake its tag first")
-    copy = _host_copies.get(storage)
+    copy = host_copies.get(storage)
     if copy is None or storage.nbytes():
         yield
         return
@@ -387,7 +379,7 @@ def temporarily_loaded(tensor: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         _synchronize([storage])
-        if storage in _host_copies:  # else the tensor was loaded inside the context
+        if storage in host_copies:  # else the tensor was loaded inside the context
             storage.resize_(0)
 
 

@@ -125,7 +125,9 @@ class PausableTensors:
         Raises:
             InvalidRequestError: a target of another type, a list without a tag, or a tensor on another device.
             UnsupportedError: a tensor cannot be moved; use `Offloader` for it.
-            DeviceMemoryError: too little device memory to move the tensors.
+            DeviceMemoryError: too little device memory to move the tensors. They are as before; with
+                `in_host_memory_bytes` in its details, some have their content in host memory, until an `adopt` or
+                `Offloader(tensors).load()` succeeds.
             WeightUpdateError: an engine keeps the tensors' memory open and does not answer.
             StateConflictError: the tag is asleep, a tensor belongs to another `PausableMemory`, or a sleep or wake is
                 prepared.

@@ -9,6 +9,7 @@ import torch
 
 from rl_memory_plugins.errors import InvalidRequestError, StateConflictError, UnsupportedError
 from rl_memory_plugins.memory.allocator import Block
+from rl_memory_plugins.memory.emptied import nbytes_left_by_move
 from rl_memory_plugins.trainer.held_tensors import (
     Target,
     check_target,
@@ -84,11 +85,14 @@ class Targets:
         found: dict[Any, tuple[str, torch.Tensor]] = {}
         for tag, tensor in self._new_tensors(is_awake, is_owned):
             storage = tensor.untyped_storage()
-            if not storage.nbytes() or storage.device.type == "meta":
+            left = (
+                0 if storage.nbytes() else nbytes_left_by_move(storage)
+            )  # a move that failed: this one brings it back
+            if storage.device.type == "meta" or not (storage.nbytes() or left):
                 continue
             if storage.device.type == "cpu" and device.type != "cpu":
                 continue  # e.g. the steps of an optimiser
-            if not has_memory(storage):
+            if not (left or has_memory(storage)):
                 raise UnsupportedError(
                     f"a {type(tensor).__name__} cannot be adopted: it has no storage and no __tensor_flatten__"
                 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import signal
 import stat
@@ -9,8 +11,12 @@ import tempfile
 
 import pytest
 
-from rl_memory_plugins.board import StatusBoard
+from rl_memory_plugins.board import BoardReader, StatusBoard
+from rl_memory_plugins.errors import UnsupportedError
+from rl_memory_plugins.memory.open_buffers import Entry, others
+from rl_memory_plugins.memory.shared_buffer import SharedBuffer
 from rl_memory_plugins.private_directory import one_at_a_time, private_directory, try_lock
+from rl_memory_plugins.server.lease import GpuLease
 
 
 @pytest.fixture(autouse=True)
@@ -81,3 +87,57 @@ def test_a_link_in_the_place_of_a_lock_is_not_followed(tmp_path):
     with pytest.raises(OSError), one_at_a_time("this", 1):
         pass
     assert target.read_text() == "kept"
+
+
+@pytest.fixture(params=[errno.ENOSYS, errno.ENOLCK])
+def no_locks(request, monkeypatch):
+    """A file system without locks: Lustre that is mounted with `noflock`, NFS without its lock daemon."""
+
+    def refuse(fd, operation):
+        raise OSError(request.param, os.strerror(request.param))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+def test_where_there_are_no_locks_nobody_waits_for_one(no_locks, caplog):
+    done = []
+    for _ in range(2):
+        with one_at_a_time("this", 60, lambda: pytest.fail("waits for a process that does not exist")):
+            done.append(True)
+    assert len(done) == 2
+    [record] = caplog.records
+    assert str(private_directory()) in record.getMessage() and "TMPDIR" in record.getMessage()
+
+
+@pytest.mark.parametrize("make", [StatusBoard, lambda: GpuLease(["GPU-1"])], ids=["board", "lease"])
+def test_what_tells_the_living_from_the_dead_by_locks_is_refused(no_locks, make):
+    with pytest.raises(UnsupportedError, match="TMPDIR"):
+        make()
+    assert list(private_directory().iterdir()) == []
+
+
+def test_without_locks_nothing_counts_as_dead(monkeypatch):
+    """The writer has its lock, but this reader's mount has none."""
+    board, buffer = StatusBoard(), SharedBuffer.create(4096)
+    entry = Entry(buffer)
+
+    def refuse(fd, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", refuse)
+        assert BoardReader(board.path).writer_lives()
+        path = private_directory() / "host-copies" / "1-3"
+        path.touch()
+        assert list(others()) == [] and path.exists()
+    entry.remove()
+    board.close()
+    buffer.close()
+
+
+def test_an_entry_without_a_lock_goes_like_others(no_locks):
+    class Buffer:
+        fd = 7
+
+    Entry(Buffer()).remove()
+    assert list((private_directory() / "host-copies").iterdir()) == []

@@ -15,13 +15,14 @@ _LONGEST_SOCKET_PATH = 107
 
 def private_place() -> Finding:
     """The directory of status boards and locks, without which no engine starts."""
-    from rl_memory_plugins.private_directory import private_directory, try_lock, unlock
+    from rl_memory_plugins.errors import UnsupportedError
+    from rl_memory_plugins.private_directory import directory_with_locks, try_lock, unlock
 
     try:
-        directory = private_directory()
+        directory = directory_with_locks()
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"x")
-    except OSError as error:
+    except (OSError, UnsupportedError) as error:
         return failure(
             f"the private directory cannot be used: {error}", "set TMPDIR to a directory of this user, of a local disk"
         )

@@ -91,7 +91,7 @@ class ShmStaging:
     def _lock_pages(self, index: int) -> bool:
         """Page-lock the slots if `pinned`. Returns whether copies from the GPU may run asynchronously."""
         if self._pinned and not self._registered:
-            from rl_memory_plugins.memory.pinned import touch
+            from rl_memory_plugins.memory.pages import touch
 
             gpu = cuda_ipc.local_gpu(gpu_name(index))
             address, nbytes = _range(self._slots)

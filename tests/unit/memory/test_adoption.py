@@ -9,6 +9,9 @@ from rl_memory_plugins.errors import DeviceMemoryError, UnsupportedError
 from rl_memory_plugins.memory import adoption
 from rl_memory_plugins.memory.adoption import in_groups, make_room, move_storages
 from rl_memory_plugins.memory.allocator import Allocator
+from rl_memory_plugins.memory.emptied import host_copies
+from rl_memory_plugins.trainer.offloading import Offloader, host_view
+from rl_memory_plugins.trainer.targets import Targets
 
 
 class Region(Allocator):
@@ -163,6 +166,91 @@ def test_a_large_storage_moves_through_host_memory_if_the_device_lacks_memory(mo
     move_storages(device, "mine", [tensor])
     assert [entry for entry in device.log if isinstance(entry, int)] == [left]
     assert tensor.tolist() == [7] * 100
+
+
+class OtherProcess:
+    """Takes all the memory that this process gives back, `for_calls` allocations long."""
+
+    def __init__(self, monkeypatch, for_calls=10**9):
+        self.calls_left, resize = for_calls, torch.UntypedStorage.resize_
+        monkeypatch.setattr(adoption, "GROUP_BYTES", 10)
+        monkeypatch.setattr(adoption, "free_host_bytes", lambda: 1 << 40)
+        monkeypatch.setattr(adoption, "RETURN_S", 0.0)
+        monkeypatch.setattr(adoption, "POLL_S", 0.0)
+
+        def full(storage, nbytes):
+            if nbytes and self.calls_left > 0:
+                self.calls_left -= 1
+                raise torch.OutOfMemoryError("no room")
+            return resize(storage, nbytes)
+
+        monkeypatch.setattr(torch.UntypedStorage, "resize_", full)
+
+    def ends(self):
+        self.calls_left = 0
+
+
+def left_in_host_memory(monkeypatch, device_free=0):
+    """A tensor whose move has failed, with the memory of the device taken by another process."""
+    tensor, region, other = torch.full((100,), 7, dtype=torch.uint8), Region(), OtherProcess(monkeypatch)
+    region.free = device_free
+    with pytest.raises(DeviceMemoryError, match="in host memory") as caught:
+        move_storages(region, "mine", [tensor])
+    assert caught.value.details["in_host_memory_bytes"] == 100
+    assert tensor.untyped_storage().nbytes() == 0
+    other.ends()
+    return tensor
+
+
+@pytest.mark.parametrize("device_free", [0, 1000], ids=["through host memory", "on the device"])
+def test_content_outlives_the_memory_that_another_process_takes(monkeypatch, device_free):
+    tensor = left_in_host_memory(monkeypatch, device_free)
+    assert host_view(tensor).tolist() == [7] * 100
+    Offloader([tensor], moves=lambda _: True).load()
+    assert tensor.tolist() == [7] * 100
+    assert tensor.untyped_storage() not in host_copies
+
+
+def test_the_next_adoption_brings_the_content_back(monkeypatch):
+    tensor, region, targets = left_in_host_memory(monkeypatch), Region(), Targets(gradients=False)
+    targets.add([[tensor]], "mine")
+    none, cpu = (lambda _: False), torch.device("cpu")
+    new = targets.without_tag(cpu, none, lambda tag: True, none)
+    move_storages(region, "mine", new["mine"])
+    assert "mine" in region.log
+    assert tensor.tolist() == [7] * 100
+    assert tensor.untyped_storage() not in host_copies
+
+
+def test_an_adoption_leaves_alone_what_an_offloader_has_moved():
+    tensor, targets = torch.ones(100), Targets(gradients=False)
+    targets.add([[tensor]], "mine")
+    offloader = Offloader([tensor], moves=lambda _: True)
+    offloader.offload()
+    none = lambda _: False  # noqa: E731
+    assert targets.without_tag(torch.device("cpu"), none, lambda tag: True, none) == {}
+    offloader.load()
+
+
+def test_a_storage_waits_for_the_memory_that_it_had(monkeypatch):
+    tensor = torch.full((100,), 7, dtype=torch.uint8)
+    OtherProcess(monkeypatch, for_calls=4)
+    monkeypatch.setattr(adoption, "RETURN_S", 60.0)
+    with pytest.raises(DeviceMemoryError, match="move 100 bytes into the region mine") as caught:
+        move_storages(Region(), "mine", [tensor])
+    assert "in_host_memory_bytes" not in caught.value.details
+    assert tensor.tolist() == [7] * 100 and tensor.untyped_storage() not in host_copies
+
+
+def test_each_storage_of_a_group_keeps_its_content(monkeypatch):
+    tensors = [torch.full((100,), number, dtype=torch.uint8) for number in range(3)]
+    other = OtherProcess(monkeypatch)
+    monkeypatch.setattr(adoption, "GROUP_BYTES", 1000)
+    with pytest.raises(DeviceMemoryError) as caught:
+        move_storages(Region(), "mine", tensors)
+    assert caught.value.details["in_host_memory_bytes"] == 100  # the others have not been emptied
+    other.ends()
+    assert [host_view(tensor).tolist() for tensor in tensors] == [[number] * 100 for number in range(3)]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,6 +23,7 @@ from rl_memory_plugins.memory import copies, pinned, preparation
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.arena import address_of
 from rl_memory_plugins.memory.preparation import Caller, Demand
+from rl_memory_plugins.memory.shared_buffer import SharedBuffer
 from rl_memory_plugins.memory.shared_buffers import File
 
 MiB = 1 << 20
@@ -88,6 +90,25 @@ def test_memory_that_stays_page_locked_stays_mapped(arena, monkeypatch):
     arena.close()
     assert ctypes.c_char.from_address(address).value == b"\0"  # a fault if it were gone
     assert arena.held_bytes == 0
+
+
+def test_a_turn_that_ends_with_an_error_leaves_no_memory_in_use(arena, monkeypatch):
+    """Each retry would take the memory of another copy, page-locked and known to nobody."""
+
+    @contextmanager
+    def turn(*_):
+        yield
+        raise OSError("the lock cannot be given back")
+
+    monkeypatch.setattr(arena_module, "one_at_a_time", turn)
+    with pytest.raises(OSError, match="given back"):
+        arena.acquire(40 * MiB)
+    assert arena.held_bytes == 0
+    buffer = SharedBuffer.create(40 * MiB)
+    with pytest.raises(OSError, match="given back"):
+        arena.map_file(File(buffer.fd, is_new=True), 40 * MiB)
+    assert arena.held_bytes == 0
+    buffer.close()
 
 
 def test_an_interrupt_while_pages_are_locked_leaves_none_locked(arena, monkeypatch):
@@ -275,6 +296,7 @@ def test_a_preparation_that_ends_leaves_no_piece_locked(serving, monkeypatch):
 def test_a_copy_for_which_nobody_waits_yet_gets_its_memory_in_pieces(serving, monkeypatch):
     driver, awaited = Driver(monkeypatch, serving), threading.Event()
     monkeypatch.setattr(pinned, "SMALL_BYTES", MiB)
+    monkeypatch.setattr(arena_module, "SMALL_BYTES", MiB)
     address = serving.acquire(40 * MiB, Caller(awaited=awaited.is_set))
     assert len(driver.locked) > 40 * MiB // (3 * MiB)
     serving.release(address)
@@ -282,7 +304,7 @@ def test_a_copy_for_which_nobody_waits_yet_gets_its_memory_in_pieces(serving, mo
     efforts = []
     monkeypatch.setattr(pinned, "touch", lambda start, nbytes, threads, nice=0: efforts.append(nice) or awaited.set())
     serving.acquire(40 * MiB, Caller(awaited=awaited.is_set))
-    assert efforts == [pinned.BACKGROUND_NICE, 0]  # the rest in one step
+    assert efforts == [arena_module.BACKGROUND_NICE, 0]  # the rest in one step
     assert sum(driver.locked.values()) == 40 * MiB
 
 
@@ -328,7 +350,7 @@ def test_a_piece_that_stays_locked_keeps_the_mapping(serving, monkeypatch):
 def unneeded(serving, monkeypatch):
     """Sleeps at level 2 have shown that nobody needs the memory that is made."""
     monkeypatch.setattr(serving, "demand", Demand("auto"))
-    monkeypatch.setattr(pinned, "SPARE_SHARE", 1 << 40)  # however little memory the host has free
+    monkeypatch.setattr(arena_module, "SPARE_SHARE", 1 << 40)  # however little memory the host has free
     return serving
 
 
@@ -336,7 +358,7 @@ def unneeded(serving, monkeypatch):
 def pauses(monkeypatch):
     """The pauses of the background, which take no time."""
     made = []
-    monkeypatch.setattr(arena_module, "time", SimpleNamespace(sleep=made.append))
+    monkeypatch.setattr(arena_module, "time", SimpleNamespace(sleep=made.append, monotonic=time.monotonic))
     return made
 
 
@@ -349,7 +371,7 @@ def first_pause_lasts_until(monkeypatch, condition):
         begun.set()
         wait_until(condition, "somebody who waits")
 
-    monkeypatch.setattr(arena_module, "time", SimpleNamespace(sleep=pause))
+    monkeypatch.setattr(arena_module, "time", SimpleNamespace(sleep=pause, monotonic=time.monotonic))
     return pauses, begun
 
 

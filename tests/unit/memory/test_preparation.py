@@ -13,6 +13,7 @@ from helpers import FakeRank, sleep, wake
 
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import HostMemoryError
+from rl_memory_plugins.memory import arena as arena_module
 from rl_memory_plugins.memory import pinned, preparation, reclaim
 from rl_memory_plugins.memory.arena import PagedArena
 from rl_memory_plugins.memory.preparation import PATIENCE, AllocationCancelled, Caller, Demand
@@ -60,8 +61,9 @@ def pages(monkeypatch):
     monkeypatch.setattr(pinned, "STEP_BYTES", 4 * MiB)
     monkeypatch.setattr(pinned, "end_of_piece", lambda address: address + 4 * MiB)
     monkeypatch.setattr(pinned, "SMALL_BYTES", 2 * MiB)
+    monkeypatch.setattr(arena_module, "SMALL_BYTES", 2 * MiB)
     monkeypatch.setattr(preparation, "PAUSE_S", 0.001)
-    monkeypatch.setattr(pinned, "SPARE_SHARE", 1 << 40)
+    monkeypatch.setattr(arena_module, "SPARE_SHARE", 1 << 40)
     monkeypatch.setattr(pinned, "numa_node", lambda index: None)
     monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: 0)
     monkeypatch.setattr(pinned.PinnedArena, "_unregister", lambda self, address: 0)
@@ -216,8 +218,8 @@ def test_a_buffer_that_ends_within_a_page_is_found_again(arenas, pages):
 
 
 def test_a_guess_leaves_a_part_of_the_host_free(arenas, pages, monkeypatch, caplog):
-    monkeypatch.setattr(pinned, "SPARE_SHARE", 4)
-    monkeypatch.setattr(pinned, "host_memory_info", lambda: (120 * MiB, 400 * MiB))
+    monkeypatch.setattr(arena_module, "SPARE_SHARE", 4)
+    monkeypatch.setattr(arena_module, "host_memory_info", lambda: (120 * MiB, 400 * MiB))
     pages.let_all()
     arena = arenas()
     arena.prepare([10 * MiB, 40 * MiB]).join()
@@ -307,6 +309,7 @@ def test_a_level_2_sleep_does_not_wait_for_a_copy_in_advance_whose_memory_is_bei
     rank_over, arenas, pages, monkeypatch
 ):
     monkeypatch.setattr(pinned, "SMALL_BYTES", 4096)  # a copy of all weights is more
+    monkeypatch.setattr(arena_module, "SMALL_BYTES", 4096)
     arena = arenas()
     rank = rank_over(arena, eager_backup=True)
     size = rank.parameter.nbytes + rank.buffer.nbytes
@@ -393,7 +396,7 @@ def test_memory_in_the_background_leaves_the_processors_to_the_engine(pages, mon
     pages.let_all()
     waiting.join(TIMEOUT_S)
     background, hurried = pages.efforts[0], pages.efforts[-1]
-    assert background == (2, pinned.BACKGROUND_NICE)
+    assert background == (2, arena_module.BACKGROUND_NICE)
     assert hurried == (16, 0)
     arena.close()
 
@@ -426,7 +429,7 @@ def test_there_is_one_pause_a_step_and_meanwhile_others_get_the_lock(arenas, pag
 
 def test_the_pauses_count_all_that_a_step_did(arenas, pages, monkeypatch):
     """Kernels wait while pages are locked, more than while they are touched."""
-    worked, clock = [], Clock(monkeypatch, pinned)
+    worked, clock = [], Clock(monkeypatch, arena_module)
     monkeypatch.setattr(preparation.Pace, "rest", lambda self, worked_s, caller: worked.append(round(worked_s, 3)))
     monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: clock.sleep(0.05) or 0)
     touch = pinned.touch
@@ -439,7 +442,7 @@ def test_the_pauses_count_all_that_a_step_did(arenas, pages, monkeypatch):
 @pytest.mark.parametrize("shared", [False, True])
 def test_the_long_pauses_are_of_memory_in_advance(arenas, pages, monkeypatch, shared):
     """New weights would overtake a copy with long pauses; and a sleep of another process waits for a shared one."""
-    rests, clock = [], Clock(monkeypatch, pinned)
+    rests, clock = [], Clock(monkeypatch, arena_module)
     monkeypatch.setattr(preparation.Pace, "rest", lambda self, worked_s, caller: rests.append(worked_s))
     monkeypatch.setattr(pinned.PinnedArena, "_register", lambda self, address, nbytes: clock.sleep(0.05) or 0)
     pages.let_all()

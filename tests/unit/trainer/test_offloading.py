@@ -14,6 +14,7 @@ from torch import nn
 from rl_memory_plugins.errors import DeviceMemoryError, HostMemoryError, InvalidRequestError, UnsupportedError
 from rl_memory_plugins.memory import adoption, arena
 from rl_memory_plugins.memory.arena import PagedArena
+from rl_memory_plugins.memory.emptied import host_copies
 from rl_memory_plugins.memory.host_memory import whole_pages
 from rl_memory_plugins.memory.pinned import PinnedArena
 from rl_memory_plugins.memory.preparation import SLEEP
@@ -32,7 +33,7 @@ def storage_bytes(*tensors):
 
 
 def places(*offloaders):
-    return {offloading._host_copies[storage].buffer.address for one in offloaders for storage in one._storages}
+    return {host_copies[storage].buffer.address for one in offloaders for storage in one._storages}
 
 
 def train(model, optimizer):
@@ -260,7 +261,7 @@ def test_an_interrupt_behind_a_load_leaves_each_tensor_here_or_there(monkeypatch
     expected = whole(model)
     offloader = Offloader(model, moves=everything)
     offloader.offload()
-    forget, calls = type(offloading._host_copies).__delitem__, itertools.count()
+    forget, calls = type(host_copies).__delitem__, itertools.count()
 
     def interrupted(copies, storage):
         forget(copies, storage)
@@ -268,7 +269,7 @@ def test_an_interrupt_behind_a_load_leaves_each_tensor_here_or_there(monkeypatch
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(type(offloading._host_copies), "__delitem__", interrupted)
+        patch.setattr(type(host_copies), "__delitem__", interrupted)
         with pytest.raises(KeyboardInterrupt):
             offloader.load()
     sizes = storage_bytes(*model.parameters())
@@ -401,11 +402,11 @@ def test_the_functions_keep_one_offloader_for_each_target(monkeypatch):
     assert load(model).bytes > 0 and load(optimizer).bytes > 0
     offload(model), offload(optimizer)
     assert [places(offloading._offloaders[one]) for one in (model, optimizer)] == before
-    assert len(offloading._host_copies) > 0
+    assert len(host_copies) > 0
     load(optimizer)
     del model, optimizer
     gc.collect()
-    assert len(offloading._offloaders) == 0 and len(offloading._host_copies) == 0
+    assert len(offloading._offloaders) == 0 and len(host_copies) == 0
 
 
 def sparse(layout):

@@ -274,6 +274,20 @@ def test_a_step_succeeds_although_its_state_cannot_be_adopted(monkeypatch, caplo
     assert any(reads_zero(tensor) for tensor in tensors_in(optimizer) if tensor.numel() > WIDTH)
 
 
+def test_a_step_whose_state_is_left_in_host_memory_says_so(monkeypatch):
+    """The next step would read state that is not there."""
+    model = Tied(width=WIDTH)
+    optimizer = adamw(model)
+    memory = PausableMemory(model, optimizer)
+
+    def refuse(tag, tensors):
+        raise DeviceMemoryError("taken by others", in_host_memory_bytes=100)
+
+    monkeypatch.setattr(memory._allocator, "adopt", refuse)
+    with pytest.raises(DeviceMemoryError, match="taken by others"):
+        train(model, optimizer)
+
+
 def test_state_that_replaces_adopted_state_is_adopted_by_the_next_sleep():
     model = Tied(width=WIDTH)
     optimizer = adamw(model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import socket
 import tempfile
@@ -36,6 +38,17 @@ def test_a_private_directory_that_is_none(temporary, tmp_path, kind):
     path.touch() if kind == "file" else path.symlink_to(tmp_path)
     found = places.private_place()
     assert found.status is FAILURE and "TMPDIR" in found.remedy
+
+
+def test_a_private_directory_without_locks(temporary, monkeypatch):
+    """As on Lustre that is mounted with `noflock`."""
+
+    def refuse(fd, operation):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    found = places.private_place()
+    assert found.status is FAILURE and "locks" in found.seen and "TMPDIR" in found.remedy
 
 
 def test_boards_of_running_and_ended_engines(temporary, tmp_path):
