@@ -42,7 +42,7 @@ from rl_memory_plugins.weights.manifest import manifest_error
 from rl_memory_plugins.weights.source import TensorSource
 
 GRACE_S = 10.0
-"""How long the engines whose senders have failed may take together to say why."""
+"""How long the engines whose senders have failed may take together to say why, if `timeout_s` is not short."""
 
 
 class _Member(NamedTuple):
@@ -138,7 +138,7 @@ class SeveralEngines:
             if isinstance(failure, _Disagreed):  # nothing has begun, and all processes have the error
                 raise failure.error from None
             failure = None if failure is None else wire.as_update_error(failure)
-            outcomes = outcomes_of(self._engines, errors, self._peers.rank)
+            outcomes = outcomes_of(self._engines, errors, self._peers.rank, self._timeout_s)
             for place, (engine, answer) in enumerate(zip(self._engines, self._engine_answers(), strict=True)):
                 outcomes += behind_relay(answer, self._peers.rank, number_of(engine, place))
             shared = self._peers.share(outcomes, failure, specificity, as_type=list[Outcome], beside="engines")
@@ -179,8 +179,9 @@ class SeveralEngines:
             return {str(number): lane.endpoints for number, lane in self._lanes.items()}
 
         places = self._peers.agree(listen)
-        # While the trainer waits for an engine, the others hear nothing. Each engine can make it wait once.
-        patience_s = min((len(self._members) + 1) * self._timeout_s, LONGEST_S)
+        # While the trainer waits for an engine, the others hear nothing. Each engine can make it wait once. So can the
+        # source, if it waits for another trainer.
+        patience_s = min((len(self._members) + 1) * self._timeout_s + self._fan.silent_s, LONGEST_S)
         for number in self._own.keys() - self._errors.keys():
             endpoints = {
                 device: places[server_of(device, rank, sites)][str(number)][device]
@@ -296,7 +297,7 @@ class SeveralEngines:
 
     def _answers(self) -> list[RLMemoryError | None]:
         """Wait for the answers of the engines of this process. Returns the error of each."""
-        deadline, grace = wire.Deadline(self._timeout_s), wire.Deadline(GRACE_S)
+        deadline, grace = wire.Deadline(self._timeout_s), wire.Deadline(min(GRACE_S, self._timeout_s / 4))
         errors = []
         for number in self._own:
             error = self._errors.get(number)
