@@ -92,9 +92,17 @@ class TwoHosts:
 
     def enter(self) -> None:
         """Move this thread to the engine's host."""
-        with Path("/run/netns", self._name).open() as namespace:
-            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
-                raise OSError(ctypes.get_errno(), "setns")
+        _enter(Path("/run/netns", self._name))
+
+    def leave(self) -> None:
+        """Move this thread to the trainer's host, where the main thread is."""
+        _enter(Path(f"/proc/{os.getpid()}/ns/net"))
+
+
+def _enter(path: Path) -> None:
+    with path.open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), "setns")
 
 
 def namespaces_work() -> bool:

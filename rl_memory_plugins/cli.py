@@ -212,14 +212,22 @@ def _exec(arguments: list[str], environment: dict[str, str]) -> NoReturn:
     )
 )
 def relay(
-    engines: Annotated[list[str], typer.Argument(metavar="URL", help="The servers of the engines on this host.")],
+    engines: Annotated[list[str], typer.Argument(metavar="URL", help="The engines of this host, and further relays.")],
     host: Annotated[str, typer.Option(help="The address on which the relay listens.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="The port on which it listens.")] = 8100,
     api_key: Annotated[str, typer.Option(envvar="RL_MEMORY_API_KEY", help="The key that its callers must show.")] = "",
-    engine_key: Annotated[str, typer.Option(envvar="RL_MEMORY_ENGINE_KEY", help="The key of the engines.")] = "",
+    engine_key: Annotated[str, typer.Option(envvar="RL_MEMORY_ENGINE_KEY", help="The key of all whom it calls.")] = "",
     update_hosts: Annotated[
         str, typer.Option(help="The hosts to which it may connect for weights: addresses or networks, with commas.")
     ] = "",
+    advertise: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where engines and relays of other hosts get the weights: addresses or interfaces of this host, each "
+            "with a port or without; with commas, or repeated. By default they are of this host alone."
+        ),
+    ] = None,
+    tls: Annotated[bool, typer.Option("--tls", help="Send them the weights over TLS.")] = False,
 ) -> None:
     """Pass weight updates on to the engines of this host, so that they cross the network once."""
     with _reported():
@@ -237,7 +245,9 @@ def relay(
             hosts = UpdateHosts(update_hosts.replace(",", " "))
         except ValueError as error:
             raise InvalidRequestError(f"update_hosts: {error}", field="update_hosts", got=update_hosts) from None
-        passes_on = Relay([EngineClient(url, engine_key) for url in engines], hosts=hosts)
+        addresses = [one.strip() for given in advertise or () for one in given.split(",")]
+        clients = [EngineClient(url, engine_key) for url in engines]
+        passes_on = Relay(clients, hosts=hosts, advertise=addresses or None, tls=tls)
         uvicorn.run(build_relay_app(passes_on, ControlAuth([api_key])), host=host, port=port, log_level="warning")
 
 

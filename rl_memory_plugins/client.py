@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import httpx
 
-from rl_memory_plugins import keepalive
+from rl_memory_plugins import answer_time, keepalive
 from rl_memory_plugins.api_keys import usable_key
 from rl_memory_plugins.errors import (
     AuthenticationError,
@@ -285,7 +285,7 @@ class EngineClient:
                 method,
                 ROUTES + route,
                 json=body,
-                headers=outgoing(),
+                headers={**outgoing(), **answer_time.told(limit)},
                 timeout=httpx.Timeout(limit, connect=CONNECT_S),
             )
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.UnsupportedProtocol, httpx.InvalidURL) as error:

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from fastapi import FastAPI, Request
 
-from rl_memory_plugins import operations
+from rl_memory_plugins import answer_time, operations
 from rl_memory_plugins.client import ROUTES
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.server.auth import ControlAuth
@@ -56,5 +56,15 @@ def build_relay_app(relay: Relay, auth: ControlAuth) -> FastAPI:
 
     routes += [(method, "/{path:path}", other) for method in ("GET", "POST")]  # after the others: the first one answers
     for method, path, handler in routes:
-        app.add_api_route(ROUTES + path, answering(handler, auth), methods=[method], response_model=None)
+        app.add_api_route(ROUTES + path, answering(in_time(handler), auth), methods=[method], response_model=None)
     return app
+
+
+def in_time(handler: Handler) -> Handler:
+    """The handler answers before its caller gives up, if the caller tells when that is."""
+
+    async def limited(request: Request) -> Any:
+        with answer_time.within(answer_time.heard(request.headers)):
+            return await handler(request)
+
+    return limited

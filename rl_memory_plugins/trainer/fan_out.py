@@ -29,7 +29,7 @@ class FanOut:
         specs: What the source lists, as of the last `ask`.
         negotiable: Whether the source could change that.
         revised: Whether the last `revise` has changed it.
-        stable, group_bytes: What the source says of its tensors; see `weights.source`.
+        stable, group_bytes, silent_s: What the source says of its tensors; see `weights.source`.
     """
 
     def __init__(self, source: Once) -> None:
@@ -38,7 +38,7 @@ class FanOut:
         self.negotiable = self.revised = False
         self.resident: list[torch.Tensor] | None = None
         self._names: list[str] = []  # those of `resident`, once the source has ended
-        self.stable, self.group_bytes = False, 0
+        self.stable, self.group_bytes, self.silent_s = False, 0, 0.0
         self._changed = threading.Condition()
         self._readers: set[object] = set()
         self._reading: set[object] = set()  # those that still need `_item`
@@ -61,6 +61,7 @@ class FanOut:
         self.negotiable = self._source.negotiable
         self.resident = self._source.resident()
         self.stable, self.group_bytes = self._source.stable, self._source.group_bytes
+        self.silent_s = self._source.silent_s
 
     def revise(self, mismatches: Sequence[Mismatch]) -> bool:
         """Let the source change what it will send."""

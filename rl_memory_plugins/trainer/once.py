@@ -12,6 +12,7 @@ from rl_memory_plugins.weights.overrides import as_sharded, resident_of, tensors
 from rl_memory_plugins.weights.sender import close_iterator
 from rl_memory_plugins.weights.shards import Layout
 from rl_memory_plugins.weights.source import (
+    ArrivingSource,
     GroupingSource,
     NegotiableSource,
     Places,
@@ -64,6 +65,10 @@ class Once:
     @property
     def group_bytes(self) -> int:
         return self._source.group_bytes if isinstance(self._source, GroupingSource) else 0
+
+    @property
+    def silent_s(self) -> float:
+        return self._source.silent_s if isinstance(self._source, ArrivingSource) else 0.0
 
     @property
     def gathered(self) -> int | None:

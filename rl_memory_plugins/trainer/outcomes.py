@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
+from rl_memory_plugins import answer_time
 from rl_memory_plugins.errors import RLMemoryError, WeightUpdateError, from_record
 from rl_memory_plugins.memory.threads import on_this_gpu
 from rl_memory_plugins.trainer.engine_handle import EngineHandle
@@ -30,14 +31,15 @@ class Outcome(msgspec.Struct):
         engine: The index of the engine among those of this process; in a fleet its number.
         error: The record of the error; `None` if the engine has the new weights.
         state: Of a failed engine its `content`, `weight_version`, `admitting` and `reason`; `None` if it does not tell.
-        behind: Of an engine behind a relay its place there; `engine` is then the relay's.
+        behind: Of an engine behind a relay its place there, and `engine` is then the relay's. If the relay has another
+            one behind it, the place of that one comes first. Empty of all others.
     """
 
     trainer_rank: int
     engine: int
     error: dict[str, Any] | None = None
     state: dict[str, Any] | None = None
-    behind: int | None = None
+    behind: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class EngineFailure:
     engine: int
     error: RLMemoryError
     state: dict[str, Any] | None
-    behind: int | None = None
+    behind: tuple[int, ...] = ()
 
 
 def behind_relay(answer: object, rank: int, number: int) -> list[Outcome]:
@@ -65,18 +67,36 @@ def behind_relay(answer: object, rank: int, number: int) -> list[Outcome]:
         number: The relay's; see `number_of`.
     """
     failed = answer.get("failed", ()) if isinstance(answer, dict) else ()
-    return [Outcome(rank, number, one["error"], one.get("state"), one["engine"]) for one in failed]
+    return [
+        Outcome(rank, number, one["error"], one.get("state"), (one["engine"], *one.get("behind", ()))) for one in failed
+    ]
 
 
-def outcomes_of(engines: Sequence[EngineHandle], errors: Sequence[RLMemoryError | None], rank: int) -> list[Outcome]:
+def relayed(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
+    """The failures in a relay's answer; see `behind_relay`. Of several of one engine the first is the cause."""
+    first: dict[tuple[int, ...], Outcome] = {}
+    for one in outcomes:
+        if one.error is not None:
+            first.setdefault((one.engine, *one.behind), one)
+    return [
+        {"engine": one.engine, "behind": list(one.behind), "error": one.error, "state": one.state}
+        for one in first.values()
+    ]
+
+
+def outcomes_of(
+    engines: Sequence[EngineHandle], errors: Sequence[RLMemoryError | None], rank: int, timeout_s: float
+) -> list[Outcome]:
     """The outcomes at the engines of this process. Asks those that failed for their states, all at once.
 
     Args:
         errors: Of each engine; `None` if it has the new weights.
         rank: The rank of this process.
+        timeout_s: The longest silence of an engine in the update. The states take a quarter of it at most.
     """
     failed = [place for place, error in enumerate(errors) if error is not None]
-    states = dict(zip(failed, on_each([engines[place] for place in failed], state_of, STATE_S), strict=True))
+    found = on_each([engines[place] for place in failed], state_of, min(STATE_S, timeout_s / 4))
+    states = dict(zip(failed, found, strict=True))
     return [
         Outcome(
             rank,
@@ -151,8 +171,10 @@ def on_each(engines: Sequence[E], call: Callable[[E], T], timeout_s: float) -> l
     """Call all engines at once. Returns the result or the error of each.
 
     Args:
-        timeout_s: How long all of them may take together. The call of an engine that takes longer is left to itself.
+        timeout_s: How long all of them may take together. The call of an engine that takes longer is left to itself. It
+            is less if the caller of this call waits less; see `answer_time`.
     """
+    timeout_s = min(timeout_s, answer_time.SHARE * answer_time.left())
     found: list[T | RLMemoryError] = [
         WeightUpdateError(f"the engine did not answer within {timeout_s:g} s", reason="stalled", timeout_s=timeout_s)
         for _ in engines
@@ -160,7 +182,8 @@ def on_each(engines: Sequence[E], call: Callable[[E], T], timeout_s: float) -> l
 
     def ask(number: int) -> None:
         try:
-            found[number] = call(engines[number])
+            with answer_time.within(timeout_s):
+                found[number] = call(engines[number])
         except Exception as error:
             found[number] = wire.as_update_error(error).with_traceback(None)
 

@@ -48,7 +48,7 @@ class Participants:
         self._goes_on = goes_on
         self._errors: dict[int, RLMemoryError] = {}  # by place, of those left out
         self._states: dict[int, dict[str, Any] | None] = {}
-        self._behind: dict[tuple[int, int | None], Outcome] = {}  # by number and place: a relay leaves those out
+        self._behind: dict[tuple[int, ...], Outcome] = {}  # by number and places: a relay leaves those out
         self.failures: list[EngineFailure] = []
 
     def call(self, call: Callable[[EngineHandle], Any]) -> None:
@@ -68,7 +68,7 @@ class Participants:
                 if isinstance(answer, RLMemoryError):
                     self._leave_out(place, answer)
                 for outcome in behind_relay(answer, self._peers.rank, self._numbers[place]):
-                    self._behind.setdefault((outcome.engine, outcome.behind), outcome)
+                    self._behind.setdefault((outcome.engine, *outcome.behind), outcome)
             return self._outcomes()
 
         self._note(self._peers.agree(ask, as_type=list[Outcome]))
@@ -87,10 +87,10 @@ class Participants:
             failure.error.details.setdefault("step", self._peers.step)
             if failure.trainer_rank != self._peers.rank:
                 continue
-            if failure.behind is None:
+            if not failure.behind:
                 self._errors[self._numbers.index(failure.engine)] = failure.error
             else:
-                place, record = (failure.engine, failure.behind), record_of(failure.error)
+                place, record = (failure.engine, *failure.behind), record_of(failure.error)
                 found = Outcome(self._peers.rank, failure.engine, record, failure.state, failure.behind)
                 self._behind.setdefault(place, found)  # the error of a former step is the cause
 

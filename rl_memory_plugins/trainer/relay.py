@@ -1,7 +1,8 @@
 """Passes updates on to the engines of one host, so that the trainer's link carries the weights once.
 
 For the trainer a relay is an engine with one rank, which needs all tensors whole. For its engines it is the trainer:
-the buckets that arrive are the source of an update with `on_failure="continue"`. It keeps no weights.
+the buckets that arrive are the source of an update with `on_failure="continue"`. It keeps no weights. An engine of it
+may be a relay of another host.
 
     trainer                  relay                                engines of its host
     Offer              →     specs()                         →    Offer to each rank
@@ -16,42 +17,46 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
-import torch
 
+from rl_memory_plugins.answer_time import SHARE
 from rl_memory_plugins.client import TRANSITION_S
 from rl_memory_plugins.errors import (
     InvalidRequestError,
     RLMemoryError,
     StateConflictError,
     UnsupportedError,
-    WeightUpdateError,
 )
 from rl_memory_plugins.tags import Content, Level, PauseMode, Tag
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, as_engines
-from rl_memory_plugins.trainer.outcomes import STATE_S, on_each, record_of, state_of
+from rl_memory_plugins.trainer.incoming import Incoming
+from rl_memory_plugins.trainer.outcomes import (
+    STATE_S,
+    EngineFailure,
+    Outcome,
+    behind_relay,
+    on_each,
+    record_of,
+    relayed,
+    state_of,
+)
 from rl_memory_plugins.trainer.participants import CLOSE_S, closed
 from rl_memory_plugins.trainer.update import push_from_all, require_options
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.addresses import places_of
-from rl_memory_plugins.weights.buffers import AttachedBuffer, StreamedAttached, attach
 from rl_memory_plugins.weights.dial import dial
-from rl_memory_plugins.weights.entries import next_spec, tensor_of
-from rl_memory_plugins.weights.manifest import Manifest, TensorSpec
 from rl_memory_plugins.weights.sender import DEFAULT_TIMEOUT_S
-from rl_memory_plugins.weights.slices import Slice
 from rl_memory_plugins.weights.update_hosts import UpdateHosts
 
 CONTENTS = [Content.VALID, Content.STALE, Content.UPDATING, Content.FAILED]
 """From best to worst."""
 
 
-ANSWER_S = 0.9 * TRANSITION_S
-"""How long the engines of a relay may take for a sleep or a wake. The caller, which by default gives up after
-`TRANSITION_S`, then still hears which of them have obeyed."""
+ANSWER_S = SHARE * TRANSITION_S
+"""How long the engines of a relay may take for a sleep or a wake, if the caller does not tell when it gives up."""
 
 
 class Relay:
@@ -68,7 +73,8 @@ class Relay:
     Args:
         engines: The engines; see `RolloutHandoff`.
         hosts: Where the relay may connect to; its own host alone by default.
-        **options: Options of `push_from_all` for the updates of the engines, e.g. `bucket_bytes`.
+        **options: Options of `push_from_all` for the updates of the engines, e.g. `bucket_bytes`. Engines and relays of
+            other hosts need `advertise`.
 
     Raises:
         InvalidRequestError: there is no engine, or an option is unknown.
@@ -130,20 +136,21 @@ class Relay:
         if errors and not places:
             raise next(iter(errors.values()))
 
-        def wake(place: int) -> None:
-            self._engines[place].wake_up(tags)
+        def wake(place: int) -> Any:
+            answer = self._engines[place].wake_up(tags)
             if place in behind:  # open now, if these tags were all that slept
                 kept_closed(self._engines[place])
+            return answer
 
         answer = self._each(places, wake)
         self._to_open.update(behind)  # the caller wants them open
-        answer["failed"] += [{"engine": place, "error": record_of(error)} for place, error in errors.items()]
+        answer["failed"] += relayed(failed_with(errors))
         return answer
 
-    def _left_behind(self) -> set[int]:
+    def _left_behind(self, timeout_s: float = STATE_S) -> set[int]:
         """The engines that no `wake_up` opens. A relay before this one may have died with engines that are behind."""
         if self._untold:
-            found = self._asked()
+            found = self._asked(timeout_s)
             versions = {state["weight_version"] for state in found if isinstance(state, dict)}
             for place in sorted(self._untold):
                 state = found[place]
@@ -159,8 +166,8 @@ class Relay:
         """`EngineClient.weights_state` of each engine; `None` for one that does not tell."""
         return [state if isinstance(state, dict) else None for state in self._asked()]
 
-    def _asked(self) -> list[dict[str, Any] | RLMemoryError | None]:
-        return on_each(self._engines, state_of, STATE_S)
+    def _asked(self, timeout_s: float = STATE_S) -> list[dict[str, Any] | RLMemoryError | None]:
+        return on_each(self._engines, state_of, min(timeout_s, STATE_S))
 
     def _each(self, places: Sequence[int], call: Callable[[int], Any]) -> dict[str, Any]:
         """Have a caller's call made at these places. Those that obey are the caller's to open."""
@@ -169,7 +176,8 @@ class Relay:
         if errors and len(errors) == len(places):
             raise next(iter(errors.values()))
         self._to_open.difference_update(set(places) - errors.keys())
-        return {"failed": [{"engine": place, "error": record_of(error)} for place, error in errors.items()]}
+        further = [one for place, answer in zip(places, answers, strict=True) for one in behind_relay(answer, 0, place)]
+        return {"failed": relayed([*failed_with(errors), *further])}
 
     def weights_state(self) -> dict[str, Any]:
         """As `EngineClient.weights_state`, of the engines that answer: the worst content; whether any admits requests.
@@ -183,6 +191,9 @@ class Relay:
     def memory(self) -> dict[str, Any]:
         """`weights_state`; `engines`, the relay itself as one engine; and `behind`, the `states` of its engines.
 
+        The reason is `updating` until an update is over, and `paused` if any engine is: a relay in front of this one
+        then wakes it.
+
         Each engine is asked once, so that one which hangs is waited for once, and the answer agrees with itself.
 
         Raises:
@@ -192,11 +203,15 @@ class Relay:
         states = [state for state in found if isinstance(state, dict)]
         if not states:
             raise next((one for one in found if isinstance(one, RLMemoryError)), UnsupportedError("no engine tells"))
+        versions = {version for state in states for version in str(state["weight_version"]).split(", ")}
+        reasons = [state["reason"] for state in states if state["reason"] is not None]
+        if reasons and self._updating.locked():
+            reasons = ["updating"]
         return {
             "content": max((state["content"] for state in states), key=CONTENTS.index),
-            "weight_version": ", ".join(sorted({str(state["weight_version"]) for state in states})),
+            "weight_version": ", ".join(sorted(versions)),
             "admitting": any(state["admitting"] for state in states),
-            "reason": next((state["reason"] for state in states if not state["admitting"]), None),
+            "reason": min(reasons, key=lambda reason: reason != "paused", default=None),
             "engines": [{"ranks": [{"device": device} for device in self.devices()]}],
             "behind": [state if isinstance(state, dict) else None for state in found],
         }
@@ -233,32 +248,34 @@ class Relay:
         finally:
             self._updating.release()
 
-    def _pause(self, mode: str, timeout_s: float) -> set[int]:
+    def _pause(self, mode: str, trainer_s: float) -> set[int]:
         """Close the engines that admit requests. Returns the places of those that may have been open."""
-        states = list(enumerate(self.states()))
-        admitting = [place for place, state in states if state is not None and state["admitting"]]
+        asked = self._asked(trainer_s / 8)
+        states = {place: one if isinstance(one, dict) else None for place, one in enumerate(asked)}
+        admitting = [place for place, state in states.items() if state is not None and state["admitting"]]
         engines = [self._engines[place] for place in admitting]
-        answers = on_each(engines, lambda engine: engine.sleep(level=Level.PAUSE.value, mode=mode), timeout_s)
+        answers = on_each(engines, lambda engine: engine.sleep(level=Level.PAUSE.value, mode=mode), trainer_s / 4)
         # A conflict is with another caller's transition. After other errors the engine may have carried the call out.
         self._to_open |= {
             place for place, one in zip(admitting, answers, strict=True) if not isinstance(one, StateConflictError)
         }
-        return {place for place, state in states if state is None or state["admitting"]}
+        return {place for place, state in states.items() if state is None or state["admitting"]}
 
-    def _resume(self, behind: set[int], timeout_s: float) -> dict[int, RLMemoryError]:
-        """Open what a relay has closed, but for `behind`. Returns the errors by place; the next update tries again."""
+    def _resume(self, behind: set[int], timeout_s: float) -> list[Outcome]:
+        """Open what a relay has closed, but for `behind`. Returns the failures; the next update tries again."""
         places = sorted(self._to_open - behind)
-        answers = on_each([self._engines[place] for place in places], resumed, timeout_s)
-        self._to_open -= {place for place, one in zip(places, answers, strict=True) if one is True}
-        return {place: one for place, one in zip(places, answers, strict=True) if isinstance(one, RLMemoryError)}
+        found = dict(zip(places, on_each([self._engines[place] for place in places], resumed, timeout_s), strict=True))
+        self._to_open -= {place for place, one in found.items() if isinstance(one, dict)}
+        errors = {place: one for place, one in found.items() if isinstance(one, RLMemoryError)}
+        return failed_with(errors) + [one for place, answer in found.items() for one in behind_relay(answer, 0, place)]
 
     def _pass_on(self, incoming: Incoming, body: dict[str, Any]) -> dict[str, Any]:
         mode = body.get("mode") or PauseMode.KEEP.value
-        behind = self._left_behind()
+        incoming.open()
+        behind = self._left_behind(incoming.trainer_s / 8)
         were_open: set[int] = set()
         try:
-            incoming.open()
-            were_open = self._pause(mode, incoming.trainer_s / 4)
+            were_open = self._pause(mode, incoming.trainer_s)
             report = push_from_all(
                 self._engines,
                 incoming,
@@ -278,153 +295,56 @@ class Relay:
             self._behind |= missed - self._to_open - were_open
             self._resume(behind, incoming.trainer_s / 4)
             raise
-        failed = report["failed"]
-        self._behind = {failure.engine for failure in failed}
+        failed: list[EngineFailure] = report["failed"]
+        self._behind = {failure.engine for failure in failed if not failure.behind}
         self._untold.clear()
         self._to_open |= self._behind & were_open
-        close_s = min(CLOSE_S, incoming.trainer_s / 8)
-        left_out = [self._engines[failure.engine] for failure in failed]
-        states = on_each(left_out, lambda engine: closed(engine, close_s), close_s + 1)
-        unopened = self._resume(self._behind, incoming.trainer_s / 4)
-        incoming.done(report)
+        left_out = sorted(self._behind)
+        try:
+            incoming.done(report)  # first: the trainer waits as long again for the answer
+        finally:
+            close_s = min(CLOSE_S, incoming.trainer_s / 8)
+            engines = [self._engines[place] for place in left_out]
+            answers = on_each(engines, lambda engine: closed(engine, close_s), close_s + 1)
+            unopened = self._resume(self._behind, incoming.trainer_s / 2)
+        states = {place: one for place, one in zip(left_out, answers, strict=True) if isinstance(one, dict)}
+        without = [
+            Outcome(
+                0,
+                one.engine,
+                record_of(one.error),
+                one.state if one.behind else states.get(one.engine, one.state),
+                one.behind,
+            )
+            for one in failed
+        ]
         return {
             "engines": msgspec.to_builtins(report["engines"], enc_hook=str),
-            "failed": [
-                {
-                    "engine": failure.engine,
-                    "error": record_of(failure.error),
-                    "state": state if isinstance(state, dict) else failure.state,
-                }
-                for failure, state in zip(failed, states, strict=True)
-            ]
-            + [{"engine": place, "error": record_of(error), "state": None} for place, error in unopened.items()],
+            "failed": relayed([*without, *unopened]),
         }
 
 
-def resumed(engine: EngineHandle) -> bool:
-    """Open a paused engine, unless tags of it are asleep or its weights are not valid. Returns whether it is open."""
+def failed_with(errors: Mapping[int, RLMemoryError]) -> list[Outcome]:
+    """The outcomes of engines that have failed, by their places."""
+    return [Outcome(0, place, record_of(error)) for place, error in errors.items()]
+
+
+def resumed(engine: EngineHandle) -> dict[str, Any] | None:
+    """Open a paused engine, unless tags of it are asleep or its weights are not valid.
+
+    Returns: its answer, if it is open; of a relay that has opened the paused ones of its engines. `None` if it is not.
+    """
     state = state_of(engine)
-    if state is None:
-        return False
+    if state is None or state["reason"] == "updating":
+        return None
     if state["reason"] == "paused":
-        engine.wake_up()
-        return True
-    return bool(state["admitting"])
+        # Their weights are awake, and any wake ends a pause. It must not wake the caches of others behind a relay.
+        answer = engine.wake_up([Tag.WEIGHTS.value])
+        return answer if isinstance(answer, dict) else {}
+    return {} if state["admitting"] else None
 
 
 def kept_closed(engine: EngineHandle) -> dict[str, Any] | None:
     """Close an engine that has missed an update, if a call that ended late has opened it. Returns as `closed`."""
     state = state_of(engine)
     return closed(engine) if state is not None and state["admitting"] else state
-
-
-class Incoming:
-    """The tensors of an update, as they arrive from the trainer: the source of the update of the relay's engines.
-
-    Args:
-        connection: To the trainer; this object owns it.
-        device, token: How the relay shows that it is the one whom the trainer waits for.
-        timeout_s: The longest silence of the trainer, in seconds.
-
-    Attributes:
-        manifest: What the trainer sends, after `open`.
-        trainer_s: The longest silence of the relay that the trainer bears, in seconds.
-    """
-
-    def __init__(self, connection: wire.Connection, device: str, token: str, timeout_s: float) -> None:
-        self._connection = connection
-        self._device = device
-        self._token = token
-        self._timeout_s = timeout_s
-        self._buffer: AttachedBuffer | None = None
-        self._cuts = False
-        self._bytes = 0
-        self.manifest = Manifest([], 0, 0, False)
-        self.trainer_s = timeout_s
-
-    def open(self) -> None:
-        """Receive the offer. The relay takes every manifest: its engines answer for theirs when the update begins."""
-        self._connection.send(wire.Hello(wire.PROTOCOL, self._device, self._token, 0), self._timeout_s)
-        while self._buffer is None:
-            offer, fds = self._connection.receive_with_fds(wire.Offer, wire.Ask, timeout_s=self._timeout_s)
-            try:
-                if isinstance(offer, wire.Offer):
-                    self._buffer = attach(offer.buffer, fds, device=self._device)
-                    self._cuts = bool(offer.buffer.get("slices"))
-                    self.manifest, self.trainer_s = offer.manifest, float(offer.buffer["timeout_s"])
-                else:
-                    self._connection.send(wire.Accept([]), self._timeout_s)
-            except UnsupportedError as error:
-                self._connection.send(wire.Unopened(str(error)), self._timeout_s)
-            finally:
-                wire.close_fds(fds)
-
-    @property
-    def silence_s(self) -> float:
-        """See `several.WaitingSource`: while the trainer waits for its other engines, nothing arrives here."""
-        return self._timeout_s
-
-    def specs(self) -> list[TensorSpec]:
-        return self.manifest.tensors
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors. Ends after the trainer's commit, so the engines commit after the trainer.
-
-        It begins when all engines that are left have accepted the manifest, and only then does the trainer begin.
-        """
-        assert self._buffer is not None
-        whole: list[Slice | None] = [None] * len(self.manifest.tensors) if self._cuts else []
-        self._connection.send(wire.Accept([], slices=whole), self._timeout_s)
-        index = received = 0
-        rows: torch.Tensor | None = None  # of a tensor that comes in several buckets
-        while True:
-            message = self._connection.receive(wire.Bucket, wire.Commit, timeout_s=self._timeout_s)
-            if isinstance(message, wire.Commit):
-                break
-            assert isinstance(message, wire.Bucket)
-            if not 0 <= message.slot < self.manifest.slots:
-                raise WeightUpdateError(f"the trainer announced slot {message.slot}")
-            if isinstance(self._buffer, StreamedAttached):
-                self._buffer.receive(self._connection, message, self._timeout_s)
-            for entry in message.entries:
-                memory = self._buffer.memory(message.slot, entry)
-                spec = next_spec(entry, (index, received), self.manifest, len(memory))
-                part = tensor_of(memory, entry, spec)
-                received += entry.nbytes
-                self._bytes += entry.nbytes
-                if entry.nbytes != spec.nbytes:
-                    if rows is None:
-                        rows = torch.empty(spec.shape, dtype=part.dtype, device="cpu")
-                    rows.narrow(0, entry.start // spec.row_nbytes, len(part)).copy_(part)
-                if received == spec.nbytes:
-                    yield spec.name, part if rows is None else rows
-                    index, received, rows = index + 1, 0, None
-                del memory, part
-            self._connection.send(wire.Ack(message.slot), self._timeout_s)
-        if index != len(self.manifest.tensors):
-            missing = [spec.name for spec in self.manifest.tensors[index:]]
-            raise WeightUpdateError(f"the trainer committed without {missing[0]}", missing=missing)
-
-    def done(self, report: dict[str, Any]) -> None:
-        """Tell the trainer that the update is over. `report` is that of the engines' update."""
-        assert self._buffer is not None
-        found = {
-            "rank": 0,
-            "device": self._device,
-            "bytes": self._bytes,
-            "tensors": len(self.manifest.tensors),
-            "partial": self.manifest.partial,
-            "unused": report["unused"],
-            "transport": self._buffer.transport,
-            "seconds": {},
-            "relayed": msgspec.to_builtins(report["receivers"], enc_hook=str),
-        }
-        self._connection.send(wire.Done(found), self._timeout_s)
-
-    def fail(self, error: RLMemoryError) -> None:
-        self._connection.fail(error)
-
-    def close(self) -> None:
-        if self._buffer is not None:
-            self._buffer.close()
-        self._connection.close()

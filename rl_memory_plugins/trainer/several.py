@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -42,19 +42,7 @@ from rl_memory_plugins.weights.manifest import manifest_error
 from rl_memory_plugins.weights.source import TensorSource
 
 GRACE_S = 10.0
-"""How long the engines whose senders have failed may take together to say why."""
-
-
-@runtime_checkable
-class WaitingSource(TensorSource, Protocol):
-    """A source that gets its tensors from elsewhere, as a relay does. The engines hear nothing while it waits.
-
-    Attributes:
-        silence_s: How long it may wait for a tensor, in seconds.
-    """
-
-    @property
-    def silence_s(self) -> float: ...
+"""How long the engines whose senders have failed may take together to say why, if `timeout_s` is not short."""
 
 
 class _Member(NamedTuple):
@@ -103,7 +91,6 @@ class SeveralEngines:
         self._peers = peers
         self._timeout_s = timeout_s
         self._options = options
-        self._source_s = source.silence_s if isinstance(source, WaitingSource) else 0.0
         self._fan = FanOut(Once(source))
         self._members: list[_Member] = []
         self._lanes: dict[int, Lane] = {}  # by member, as the next three
@@ -151,7 +138,7 @@ class SeveralEngines:
             if isinstance(failure, _Disagreed):  # nothing has begun, and all processes have the error
                 raise failure.error from None
             failure = None if failure is None else wire.as_update_error(failure)
-            outcomes = outcomes_of(self._engines, errors, self._peers.rank)
+            outcomes = outcomes_of(self._engines, errors, self._peers.rank, self._timeout_s)
             for place, (engine, answer) in enumerate(zip(self._engines, self._engine_answers(), strict=True)):
                 outcomes += behind_relay(answer, self._peers.rank, number_of(engine, place))
             shared = self._peers.share(outcomes, failure, specificity, as_type=list[Outcome], beside="engines")
@@ -192,8 +179,9 @@ class SeveralEngines:
             return {str(number): lane.endpoints for number, lane in self._lanes.items()}
 
         places = self._peers.agree(listen)
-        # While the trainer waits for an engine, the others hear nothing. Each engine can make it wait once.
-        patience_s = min((len(self._members) + 1) * self._timeout_s + self._source_s, LONGEST_S)
+        # While the trainer waits for an engine, the others hear nothing. Each engine can make it wait once. So can the
+        # source, if it waits for another trainer.
+        patience_s = min((len(self._members) + 1) * self._timeout_s + self._fan.silent_s, LONGEST_S)
         for number in self._own.keys() - self._errors.keys():
             endpoints = {
                 device: places[server_of(device, rank, sites)][str(number)][device]
@@ -309,7 +297,7 @@ class SeveralEngines:
 
     def _answers(self) -> list[RLMemoryError | None]:
         """Wait for the answers of the engines of this process. Returns the error of each."""
-        deadline, grace = wire.Deadline(self._timeout_s), wire.Deadline(GRACE_S)
+        deadline, grace = wire.Deadline(self._timeout_s), wire.Deadline(min(GRACE_S, self._timeout_s / 4))
         errors = []
         for number in self._own:
             error = self._errors.get(number)

@@ -182,7 +182,7 @@ def push_from_all(
     errors = [call.finish(wait_s, deadline) for call in calls]
     failure = most_specific([failure, *errors])
     try:
-        outcomes = outcomes_of(engines, errors, peers.rank)
+        outcomes = outcomes_of(engines, errors, peers.rank, wait_s)
         peers.share(outcomes, failure, specificity, as_type=list[Outcome], beside="engines")
     except Exception as error:
         traceback.clear_frames(error.__traceback__)

@@ -72,6 +72,18 @@ class GroupingSource(TensorSource, Protocol):
     def group_bytes(self) -> int: ...
 
 
+@runtime_checkable
+class ArrivingSource(TensorSource, Protocol):
+    """A source whose tensors come from another trainer.
+
+    Attributes:
+        silent_s: The longest wait for one of them, in seconds.
+    """
+
+    @property
+    def silent_s(self) -> float: ...
+
+
 class Places(Protocol):
     """Where tensors will lie in the bucket that is being packed. A name is in it if its tensor lies there whole.
 

@@ -405,6 +405,40 @@ def test_a_relay_is_served_for_the_engines_that_are_named(monkeypatch):
     assert "/v1/rl_memory/update_weights_from_ipc" in {route.path for route in app.routes}
 
 
+@pytest.mark.parametrize(
+    ("given", "addresses"),
+    [
+        ([], None),
+        (["--advertise", "127.0.0.1"], ["127.0.0.1"]),
+        (["--advertise", "127.0.0.1, [::1]:5000", "--advertise", "lo"], ["127.0.0.1", "[::1]:5000", "lo"]),
+    ],
+)
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_relay_may_have_other_hosts_behind_it(monkeypatch, given, addresses, tls):
+    made = []
+    monkeypatch.setattr("rl_memory_plugins.trainer.relay.Relay", lambda *_, **options: made.append(options))
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: None)
+    done = run("relay", "http://127.0.0.1:8000", "http://10.0.0.12:8100", *given, *(["--tls"] if tls else []))
+    assert done.exit_code == 0, done.output
+    assert [(options["advertise"], options["tls"]) for options in made] == [(addresses, tls)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--advertise", "nowhere0"], "cannot advertise 'nowhere0'"),
+        (["--advertise", "127.0.0.1:70000"], "a port from 0 to 65535"),
+        (["--advertise", "127.0.0.1,"], "cannot advertise ''"),
+        (["--advertise", "198.51.100.1"], "advertise an address of this host"),
+        (["--tls"], "tls has no use without advertise="),
+    ],
+)
+def test_a_relay_refuses_addresses_that_it_cannot_use(monkeypatch, given, said):
+    monkeypatch.setattr(uvicorn, "run", lambda app, **options: pytest.fail("served"))
+    done = run("relay", "http://127.0.0.1:8000", *given)
+    assert done.exit_code == 1 and "InvalidRequestError" in done.output and said in done.output
+
+
 def test_a_relay_refuses_hosts_that_are_none():
     done = run("relay", "http://127.0.0.1:8000", "--update-hosts", "nowhere/99")
     assert done.exit_code == 1 and "update_hosts" in done.output

@@ -1,6 +1,7 @@
 """A relay over HTTP, as a trainer calls it."""
 
 import contextlib
+import math
 import socket
 import sys
 import threading
@@ -17,6 +18,7 @@ sys.path[:0] = [str(UNIT / "trainer"), str(UNIT / "weights")]
 from test_relay import OPTIONS, host  # noqa: E402
 from toys import checkpoint, loaded  # noqa: E402
 
+from rl_memory_plugins import answer_time  # noqa: E402
 from rl_memory_plugins.client import ROUTES, EngineClient  # noqa: E402
 from rl_memory_plugins.errors import (  # noqa: E402
     AuthenticationError,
@@ -28,6 +30,7 @@ from rl_memory_plugins.errors import (  # noqa: E402
 from rl_memory_plugins.server.auth import ControlAuth  # noqa: E402
 from rl_memory_plugins.server.relay_app import build_relay_app  # noqa: E402
 from rl_memory_plugins.trainer import Adapter, RolloutHandoff, push_from_all  # noqa: E402
+from rl_memory_plugins.trainer.relay import Relay  # noqa: E402
 
 
 @contextlib.contextmanager
@@ -154,3 +157,43 @@ def test_without_a_key_only_this_machines_clients_are_admitted():
     for address, status in (("127.0.0.1", 200), ("192.0.2.1", 403)):
         client = TestClient(build_relay_app(relay, ControlAuth()), "http://localhost", client=(address, 1))
         assert client.get(f"{ROUTES}/memory").status_code == status
+
+
+@contextlib.contextmanager
+def chained():
+    """A relay with an engine, and with a relay of three engines behind it. Yields all four, and its client."""
+    (near, *_), _ = host(1)
+    far, second = host(3)
+    with serving(second, "inner") as inner, serving(Relay([near, EngineClient(inner, "inner")]), "key") as url:
+        yield [near, *far], EngineClient(url, "key")
+
+
+def test_a_handoff_through_two_relays():
+    with chained() as (engines, client):
+        handoff = RolloutHandoff(client, checkpoint(5), level=1, on_failure="continue", **OPTIONS)
+        engines[2].fail["post_update"] = StateConflictError("busy")
+        with handoff.training("7") as report:
+            assert not any(one.open for one in engines)
+        [failure] = report.failed
+        assert (failure.engine, failure.behind, str(failure.error)) == (0, (1, 1), "busy")
+        assert failure.state["weight_version"] is None and not failure.state["admitting"]
+        assert [one.open for one in engines] == [True, True, False, True]
+        assert handoff.sync("8").failed == []
+        assert all(one.open and one.version == "8" for one in engines)
+
+
+def test_relays_answer_before_their_caller_gives_up():
+    with chained() as (engines, client):
+        RolloutHandoff(client, checkpoint(5), level=1, **OPTIONS).sync("1")
+        hangs = threading.Event()
+        engines[2].weights_state = lambda: hangs.wait(60)
+        try:
+            behind = client.memory(timeout_s=2.0)["behind"]
+        finally:
+            hangs.set()
+        assert [one["weight_version"] for one in behind] == ["1", "1"]
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("2.5", 2.5), ("", math.inf), ("-1", math.inf), ("nan", math.inf)])
+def test_how_long_a_caller_waits_is_a_number_of_seconds(value, seconds):
+    assert answer_time.heard({answer_time.HEADER: value}) == seconds

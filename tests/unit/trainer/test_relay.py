@@ -96,7 +96,7 @@ def test_an_engine_that_fails_behind_the_relay_is_named_and_the_others_go_on(poi
     report = push_from_all(one, tensors, weight_version="5", on_failure="continue", **OPTIONS)
     [answer] = report["engines"]
     [failure] = report["failed"]
-    assert (failure.engine, failure.behind, failure.state) == (0, 1, None)
+    assert (failure.engine, failure.behind, failure.state) == (0, (1,), None)
     assert_loaded(engines, tensors)
     assert [(failure["engine"], failure["state"]) for failure in answer["failed"]] == [(1, None)]
     assert answer["engines"][1] is None and answer["engines"][0]["ranks"]
@@ -127,7 +127,7 @@ def test_a_handoff_names_an_engine_that_fails_behind_a_relay(call):
     with handoff.training("1") as report:
         pass
     [failure] = report.failed
-    assert (failure.trainer_rank, failure.engine, failure.behind) == (0, 1, 1) and str(failure.error) == "busy"
+    assert (failure.trainer_rank, failure.engine, failure.behind) == (0, 1, (1,)) and str(failure.error) == "busy"
     assert_loaded([well, engines[0]], checkpoint(3))
     assert well.open and engines[0].open
     engines[1].fail.clear()
@@ -275,7 +275,7 @@ def test_no_engine_behind_a_relay_that_dies_is_open_and_the_next_update_opens_th
     update = lambda: push_from_all([Mortal(one), well], tensors, weight_version="2", on_failure=on_failure, **OPTIONS)  # noqa: E731
     if on_failure == "continue":
         [failure] = update()["failed"]
-        assert (failure.engine, failure.behind, failure.state) == (0, None, None)
+        assert (failure.engine, failure.behind, failure.state) == (0, (), None)
         assert well.open and well.version == "2"
     else:
         with pytest.raises(RLMemoryError) as caught:
@@ -339,7 +339,7 @@ def test_a_relay_that_dies_before_the_offer_leaves_its_engines_as_they_were(monk
     try:
         if on_failure == "continue":
             [failure] = update()["failed"]
-            assert (failure.engine, failure.behind) == (0, None)
+            assert (failure.engine, failure.behind) == (0, ())
         else:
             with pytest.raises(RLMemoryError) as caught:
                 update()
@@ -374,7 +374,7 @@ def test_engines_that_a_caller_has_paused_stay_paused_over_an_update():
 def test_engines_are_paused_in_the_mode_of_the_update_and_opened_behind_it(mode):
     engines, one = host(1)
     push_from_all(one, checkpoint(1), weight_version="1", mode=mode, **OPTIONS)
-    assert engines[0].log == [("sleep", 0, mode), ("post_update", "1"), ("wake_up", None)]
+    assert engines[0].log == [("sleep", 0, mode), ("post_update", "1"), ("wake_up", ["weights"])]
 
 
 def test_an_update_that_no_engine_takes_leaves_those_open_that_were():
@@ -390,7 +390,7 @@ def test_an_engine_that_cannot_be_opened_behind_an_update_is_named():
     engines, one = host(2)
     engines[1].fail["wake_up"] = EngineFaultError("cannot")
     [failure] = push_from_all(one, checkpoint(1), on_failure="continue", **OPTIONS)["failed"]
-    assert (failure.engine, failure.behind, str(failure.error)) == (0, 1, "cannot")
+    assert (failure.engine, failure.behind, str(failure.error)) == (0, (1,), "cannot")
     assert [engine.open for engine in engines] == [True, False]
     assert push_from_all(one, checkpoint(2), on_failure="continue", **OPTIONS)["failed"] == []
     assert all(engine.open for engine in engines)
@@ -437,7 +437,7 @@ def test_an_engine_whose_pause_ends_too_late_is_opened_behind_the_next_update(ot
     late.ends.clear()
     if others:
         [failure] = push_from_all(one, checkpoint(2), weight_version="2", on_failure="continue", **options)["failed"]
-        assert failure.behind == 0 and "under way" in str(failure.error)
+        assert failure.behind == (0,) and "under way" in str(failure.error)
     else:
         with pytest.raises(StateConflictError, match="under way"):
             push_from_all(one, checkpoint(2), weight_version="2", **options)
