@@ -343,7 +343,10 @@ class EngineFleet:
             self.updated_to(weight_version)
 
     def present(self) -> list[EngineActorHandle]:
-        """The engines of this process that are up. All processes ask together.
+        """The engines of this process that are up. All processes ask together. Actors that cannot be reached are ended.
+
+        Such an actor may be back a moment later. Its engine would serve weights that the others have left behind, or
+        hold memory that the trainer takes.
 
         Raises:
             StateConflictError: no engine of any process is up.
@@ -351,7 +354,11 @@ class EngineFleet:
         engines: list[EngineActorHandle] = []
 
         def look() -> int:
-            engines.extend(self.up())
+            for engine, phase in zip(self.engines, self._phases(), strict=True):
+                if phase == "started":
+                    engines.append(engine)
+                elif phase == "lost":
+                    engine.end()
             return len(engines)
 
         _require_some(sum(self.peers().agree(look)))
@@ -387,7 +394,7 @@ class EngineFleet:
         return answers
 
     def _phases(self) -> list[str]:
-        """The phase of each actor; `lost` if it cannot be reached."""
+        """The phase of each actor; see `EngineActorHandle.phase`."""
         references = [engine.actor.about.remote() for engine in self.engines]  # all are asked at once
         deadline = time.monotonic() + STATUS_S  # of all
         return [

@@ -67,10 +67,34 @@ def test_an_actor_that_hangs_is_ended_and_the_others_go_on(
     well.about(timeout_s=60)
     os.kill(pid, signal.SIGSTOP)
     assert EngineFleet(handles).up() == [well]
+    await_another(hung, pid)
+
+
+def test_an_actor_that_cannot_be_reached_is_ended_before_a_call_of_the_others(
+    handles: list[EngineActorHandle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor does not notice that the link to it is broken, and the link may be back the next moment."""
+    well, lost = handles
+    well.about(timeout_s=60)
+    pid, result = lost.about(timeout_s=60).pid, EngineActorHandle.result
+
+    def breaks(engine: EngineActorHandle, reference: Any, timeout_s: float | None) -> Any:
+        if engine is lost:
+            raise EngineLostError("cannot be reached", engine=1, restarting=True)
+        return result(engine, reference, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineActorHandle, "result", breaks)
+        assert EngineFleet(handles).present() == [well]
+    await_another(lost, pid)
+
+
+def await_another(engine: EngineActorHandle, pid: int) -> None:
+    """Wait until Ray has restarted the actor whose process was `pid`."""
 
     def is_another() -> bool:
         try:
-            return hung.about(timeout_s=60).pid != pid
+            return engine.about(timeout_s=60).pid != pid
         except EngineLostError:  # Ray is restarting it
             return False
 

@@ -47,6 +47,10 @@ class Engine(ToyEngine):
     def join(self) -> None:
         self.state = "started"
 
+    def end(self) -> None:
+        self.state = "empty"
+        self.awake.clear()
+
 
 class Fleet(EngineFleet):
     def _phases(self) -> list[str]:
@@ -76,6 +80,27 @@ def test_a_handoff_goes_on_without_an_engine_that_fails(fleet: Any, call: str, e
     with fleet.handoff(tensors, **OPTIONS).training("3") as report:
         pass
     assert [(one.engine, type(one.error)) for one in report.failed] == [(5, type(error))]
+    assert_serve(fleet, "3", tensors, 4, 6)
+    assert fleet.replace(tensors, **OPTIONS) == [5]
+    assert_serve(fleet, "3", tensors, 4, 5, 6)
+
+
+@pytest.mark.parametrize("call", ["update", "handoff"])
+def test_an_engine_whose_link_breaks_for_a_moment_has_ended_when_it_is_back(fleet: Any, call: str) -> None:
+    tensors, broken = checkpoint(3), fleet.engines[1]
+
+    def link_comes_back() -> None:
+        if broken.state == "lost":
+            broken.state = "started"
+
+    broken.state = "lost"
+    if call == "update":
+        fleet.update(tensors, "3", **OPTIONS)
+        link_comes_back()
+    else:
+        with fleet.handoff(tensors, **OPTIONS).training("3"):
+            assert not broken.awake  # the trainer has the memory
+            link_comes_back()
     assert_serve(fleet, "3", tensors, 4, 6)
     assert fleet.replace(tensors, **OPTIONS) == [5]
     assert_serve(fleet, "3", tensors, 4, 5, 6)
