@@ -135,29 +135,14 @@ class EngineFleet:
                 Nothing is left of the fleet.
             InvalidRequestError: the description names no engine, or the bundles are not as many as the engines.
             RLMemoryError: an engine cannot start; that of the first one. Nothing is left of the fleet.
+            Exception: Ray takes the description for no actor, e.g. its `runtime_env`. Nothing is left of the fleet.
         """
         engine_class(description.engine)
         bundles = range(count) if bundles is None else bundles
         if len(bundles) != count:
             raise InvalidRequestError(f"{count} engines need as many bundles, not {len(bundles)}", field="bundles")
-        own = placement_group([dict(description.resources)] * count) if placement is None else None
-        if own is not None:
-            try:
-                _await_placement(own, start_timeout_s)
-            except BaseException:  # it would hold its resources until the job ends
-                remove_placement_group(own)
-                raise
         actor_class = ray.remote(concurrency_groups={REQUESTS: CALLS})(EngineActor)  # all else waits for no request
-        actors = [
-            actor_class.options(
-                max_restarts=-1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement or own, bundle),
-                **description.options(),
-            ).remote(description.engine, dict(description.arguments), description.rl_memory)
-            for bundle in bundles
-        ]
-        fleet = cls(EngineActorHandle(actor, number) for number, actor in enumerate(actors))
-        fleet._own_placement = own
+        fleet = cls([])  # `close` ends what there is of it
         failures: list[Exception] = []  # in the order of time
 
         def start(engine: EngineActorHandle) -> None:
@@ -169,10 +154,21 @@ class EngineFleet:
                 raise
 
         try:
-            in_parallel([partial(start, engine) for engine in fleet.engines], "rl-memory-engine", stop=fleet.close)
-        except Exception:
-            raise failures[0] from None
-        except BaseException:
+            if placement is None:
+                placement = fleet._own_placement = placement_group([dict(description.resources)] * count)
+                _await_placement(placement, start_timeout_s)
+            for number, bundle in enumerate(bundles):
+                actor = actor_class.options(
+                    max_restarts=-1,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(placement, bundle),
+                    **description.options(),
+                ).remote(description.engine, dict(description.arguments), description.rl_memory)
+                fleet.engines.append(EngineActorHandle(actor, number))
+            try:
+                in_parallel([partial(start, engine) for engine in fleet.engines], "rl-memory-engine", stop=fleet.close)
+            except Exception:
+                raise failures[0] from None
+        except BaseException:  # the group would hold its resources until the job ends
             fleet.close()
             raise
         finally:

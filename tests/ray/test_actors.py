@@ -240,6 +240,30 @@ def test_a_fleet_that_ray_cannot_place_is_an_error(cluster: None) -> None:
     wait_until(lambda: placement_group_table()[made]["state"] == "REMOVED", "the placement group is removed")
 
 
+UNMADE = [
+    ({"runtime_env": {"working_dir": "."}}, ValueError),
+    ({"arguments": {"lock": threading.Lock()}}, TypeError),
+    ({}, KeyboardInterrupt),
+]
+
+
+@pytest.mark.parametrize(("change", "error"), UNMADE, ids=["options", "arguments", "an interrupt"])
+def test_no_placement_group_is_left_of_a_fleet_whose_actors_cannot_be_made(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], error: type[BaseException]
+) -> None:
+    if error is KeyboardInterrupt:  # once the group is reserved
+
+        def options(description: EngineDescription) -> None:
+            raise error
+
+        monkeypatch.setattr(EngineDescription, "options", options)
+    before = set(placement_group_table())
+    with pytest.raises(error):
+        EngineFleet.start(EngineDescription("vllm", **{"arguments": {}, **change}), 1)
+    (made,) = set(placement_group_table()) - before
+    wait_until(lambda: placement_group_table()[made]["state"] == "REMOVED", "the placement group is removed")
+
+
 def test_an_actor_that_ray_cannot_place_is_left_out(handles: list[EngineActorHandle]) -> None:
     """Ray's error of it is none of an actor that has died."""
     nowhere = NodeAffinitySchedulingStrategy("ab" * 28, soft=False)
