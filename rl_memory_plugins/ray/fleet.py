@@ -13,6 +13,7 @@ call, and that an engine that was started again admits nothing before it has the
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -56,6 +57,8 @@ CALLS = 10_000
 
 START_S = 3600.0
 """How long an engine may take to start. Large models load for minutes from a slow disk."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -250,13 +253,14 @@ class EngineFleet:
             start_timeout_s: The longest wait for an engine that starts, in seconds; `None` for no limit.
             **options: As for `trainer.push_from_all`, but for `on_failure`.
 
-        Returns: the numbers of the engines that serve again.
+        Returns: the numbers of the engines that serve again. One that cannot start is missing, and a warning in the log
+            says why. Each call tries it again.
 
         Raises:
             InvalidRequestError: `on_failure` is not `abort`.
-            NoAnswerError: an engine has not started within `start_timeout_s`; its actor was ended. Call again.
-            RLMemoryError: an engine cannot start, or the update has failed. The engines that were to be replaced
-                admit nothing; call again.
+            NoAnswerError: no engine has started, the first one not within `start_timeout_s`; its actor was ended.
+            RLMemoryError: no engine can start, or the update has failed. The engines that were to be replaced admit
+                nothing; call again.
         """
         if options.get("on_failure", "abort") != "abort":
             raise InvalidRequestError(
@@ -275,7 +279,24 @@ class EngineFleet:
 
             if not sum(peers.agree(look)):
                 return []
-            peers.agree(lambda: on_all(absent, lambda engine: engine.start(closed=True, timeout_s=start_timeout_s)))  # type: ignore[attr-defined]
+            failures: list[RLMemoryError] = []
+
+            def start() -> int:
+                answers = on_each(absent, lambda one: one.start(closed=True, timeout_s=start_timeout_s), LONGEST_S)
+                for engine, answer in zip(list(absent), answers, strict=True):
+                    if isinstance(answer, RLMemoryError):
+                        logger.warning("engine %d is not replaced: %s", engine.number, answer)
+                        answer.details.setdefault("engine", engine.number)
+                        failures.append(answer)
+                        absent.remove(engine)  # the others need not wait for it: its node may be gone for good
+                return len(absent)
+
+            def give_up() -> None:
+                if failures:
+                    raise failures.pop(0)
+
+            if not sum(peers.agree(start)):
+                peers.agree(give_up)
             # An engine that has not died has former weights. They go first: nobody may meet them.
             peers.agree(lambda: on_all(absent, lambda engine: engine.sleep(Level.DISCARD, [Tag.WEIGHTS])))
             peers.agree(lambda: on_all(absent, lambda engine: engine.wake_up([Tag.WEIGHTS])))

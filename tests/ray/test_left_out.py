@@ -38,7 +38,7 @@ class Engine(ToyEngine):
         super().sleep(level, tags, mode)
 
     def start(self, closed: bool = False, timeout_s: float | None = None) -> None:
-        self.log.append(("start", closed, timeout_s))
+        self._call("start", closed, timeout_s)
 
     def leave(self) -> None:
         self.state = "joining"
@@ -175,6 +175,26 @@ def test_former_weights_of_an_engine_that_comes_back_go_before_it_wakes(fleet: A
     fleet.replace(checkpoint(4), start_timeout_s=77.0, **OPTIONS)
     assert back.log[0] == ("start", True, 77.0)
     assert [call[:2] for call in back.log[1:3]] == [("sleep", 2), ("wake_up", ["weights"])]
+
+
+def test_an_engine_that_cannot_start_keeps_no_other_from_coming_back(
+    fleet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = checkpoint(3)
+    gone, back, _ = fleet.engines
+    for engine in (gone, back):
+        engine.fail["post_update"] = StateConflictError("busy")
+    fleet.update(tensors, "3", **OPTIONS)
+    gone.fail["start"] = EngineLostError("its node is gone", engine=4)
+    assert fleet.replace(tensors, **OPTIONS) == [5]
+    assert_serve(fleet, "3", tensors, 5, 6)
+    assert [record.getMessage() for record in caplog.records] == ["engine 4 is not replaced: its node is gone"]
+    gone.fail["start"] = EngineLostError("its node is gone", engine=4)
+    with pytest.raises(EngineLostError, match="its node is gone"):
+        fleet.replace(tensors, **OPTIONS)
+    assert_serve(fleet, "3", tensors, 5, 6)
+    assert fleet.replace(tensors, **OPTIONS) == [4]
+    assert_serve(fleet, "3", tensors, 4, 5, 6)
 
 
 def test_a_call_of_all_is_made_once_and_goes_on_without_a_lost_engine(fleet: Any) -> None:
