@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -33,8 +32,10 @@ from rl_memory_plugins.errors import (
     StateConflictError,
 )
 from rl_memory_plugins.extras import needs
+from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.threads import in_parallel
 from rl_memory_plugins.ray.actor import EngineActor
+from rl_memory_plugins.ray.description import EngineDescription
 from rl_memory_plugins.ray.engines import Generated, engine_class
 from rl_memory_plugins.ray.handle import REQUESTS, EngineActorHandle
 from rl_memory_plugins.ray.handoff import FleetHandoff
@@ -59,37 +60,6 @@ START_S = 3600.0
 """How long an engine may take to start. Large models load for minutes from a slow disk."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class EngineDescription:
-    """From which each engine of a fleet is started, and started again.
-
-    Attributes:
-        engine: `vllm` or `sglang`.
-        arguments: The arguments of vLLM's `AsyncEngineArgs` or SGLang's `Engine`.
-        rl_memory: Options of this package, as the engines' argument `rl_memory` takes them.
-        resources: What an actor takes of its bundle, e.g. `{"CPU": 1, "GPU": 0.5}` beside a trainer.
-        runtime_env: Ray's `runtime_env` of the actors.
-    """
-
-    engine: str
-    arguments: Mapping[str, Any]
-    rl_memory: Any = True
-    resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-
-    def options(self) -> dict[str, Any]:
-        """The resources, as `options` of a Ray actor takes them."""
-        rest = {name: amount for name, amount in self.resources.items() if name not in ("CPU", "GPU", "memory")}
-        found = {
-            "num_cpus": self.resources.get("CPU", 0),
-            "num_gpus": self.resources.get("GPU", 0),
-            "memory": self.resources.get("memory"),
-            "resources": rest,
-            "runtime_env": dict(self.runtime_env),
-        }
-        return {name: value for name, value in found.items() if value is not None}
 
 
 class EngineFleet:
@@ -207,6 +177,8 @@ class EngineFleet:
     def update(self, tensors: Tensors, weight_version: str | None = None, **options: Any) -> dict[str, Any]:
         """`trainer.push_from_all` to all engines, with `on_failure="continue"`.
 
+        After an interrupt all of them leave the fleet, and `replace` brings them back.
+
         Args:
             weight_version: The name of the weights; by default the number of this update.
             **options: Those of `push_from_all`. The `base_version` of a partial update is by default the version of the
@@ -220,11 +192,11 @@ class EngineFleet:
                 report = push_from_all(
                     engines, tensors, self.peers(), weight_version=version, on_failure="continue", **options
                 )
-            except RLMemoryError as error:
-                self.failed_to(version, error)
+                self.updated_to(version)
+                self.leave_out(report["failed"])
+            except BaseException as error:
+                self.failed_to(version, error, engines)
                 raise
-            self.leave_out(report["failed"])
-            self.updated_to(version)
         return report
 
     def handoff(self, source: Tensors, **options: Any) -> FleetHandoff:
@@ -352,12 +324,24 @@ class EngineFleet:
         """Note the version that all engines but those left out have now."""
         self._version = weight_version
 
-    def failed_to(self, weight_version: str, error: RLMemoryError) -> None:
-        """An update has failed in this process. If some engines have the weights, the others leave the fleet."""
-        outcomes = msgspec.convert(error.details.get("engines") or [], list[Outcome])
-        if any(one.error is None for one in outcomes):
-            self.leave_out([one for one in outcomes if one.error is not None])
-            self.updated_to(weight_version)
+    def failed_to(self, weight_version: str, error: BaseException, engines: Sequence[EngineActorHandle] = ()) -> None:
+        """An update has failed in this process. If some engines have the weights, the others leave the fleet.
+
+        Args:
+            engines: Those that leave after an interrupt: nobody knows then which of them have the weights.
+        """
+        if isinstance(error, RLMemoryError):
+            outcomes = msgspec.convert(error.details.get("engines") or [], list[Outcome])
+            if any(one.error is None for one in outcomes):
+                self.leave_out([one for one in outcomes if one.error is not None])
+                self.updated_to(weight_version)
+        elif not isinstance(error, Exception):  # any other error comes before the first byte or after the last
+            self.updated_to(weight_version)  # the trainer has these weights, and `replace` sends them
+
+            def leave() -> None:
+                on_each(engines, lambda engine: engine.leave(), LONGEST_S)  # hides the interrupt behind no error
+
+            to_its_end(leave)
 
     def present(self) -> list[EngineActorHandle]:
         """The engines of this process that are up. All processes ask together. Actors that cannot be reached are ended.

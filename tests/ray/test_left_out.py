@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from rl_memory_plugins.trainer.offloading import Moved
 from rl_memory_plugins.trainer.outcomes import Outcome
 
 UNIT = Path(__file__).parents[1] / "unit"
-sys.path[:0] = [str(UNIT / "trainer"), str(UNIT / "weights")]
+sys.path[:0] = [str(UNIT), str(UNIT / "trainer"), str(UNIT / "weights")]
 
+from helpers import interrupts  # noqa: E402
 from toy_engine import ToyEngine  # noqa: E402
 from toys import checkpoint, loaded  # noqa: E402
 
@@ -152,6 +155,38 @@ def test_an_engine_that_missed_an_update_is_left_out_also_if_the_update_fails_in
     assert_serve(fleet, "3", tensors, 4)
     assert fleet.replace(tensors, **OPTIONS) == [5, 6]
     assert_serve(fleet, "3", tensors, 4, 5, 6)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_all_engines_leave_after_an_interrupted_update_and_come_back_alike(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """One has the new weights, the others would serve the former ones. The second interrupt comes while they leave."""
+    tensors, leaving, end = checkpoint(4), threading.Event(), threading.Event()
+    fleet.update(checkpoint(3), "3", **OPTIONS)
+
+    def interrupted(engines: Any, *arguments: Any, **options: Any) -> Any:
+        push_from_all([engines[0]], *arguments, **options)
+        raise KeyboardInterrupt
+
+    def hangs(engine: Engine) -> None:
+        if engine is fleet.engines[2] and not leaving.is_set():
+            leaving.set()
+            end.wait(60)
+        else:
+            leave(engine)
+
+    leave = Engine.leave
+    monkeypatch.setattr(fleet_module, "push_from_all", interrupted)
+    if times == 2:
+        monkeypatch.setattr(Engine, "leave", hangs)
+    with interrupts(leaving) if times == 2 else nullcontext(), pytest.raises(KeyboardInterrupt):
+        fleet.update(tensors, "4", **OPTIONS)
+    monkeypatch.undo()
+    assert_serve(fleet, "4", tensors)
+    end.set()
+    assert fleet.replace(tensors, **OPTIONS) == [4, 5, 6]
+    assert_serve(fleet, "4", tensors, 4, 5, 6)
 
 
 def test_an_update_reaches_each_engine_once(fleet: Any) -> None:
