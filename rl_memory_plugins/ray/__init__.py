@@ -5,8 +5,9 @@ from rl_memory_plugins.ray import EngineDescription, EngineFleet
 fleet = EngineFleet.start(EngineDescription("vllm", {"model": "Qwen/Qwen2.5-0.5B-Instruct"}), 2)
 """
 
+from rl_memory_plugins.ray.description import EngineDescription
 from rl_memory_plugins.ray.engines import Generated
-from rl_memory_plugins.ray.fleet import EngineDescription, EngineFleet
+from rl_memory_plugins.ray.fleet import EngineFleet
 from rl_memory_plugins.ray.handle import EngineActorHandle
 from rl_memory_plugins.ray.handoff import FleetHandoff
 from rl_memory_plugins.ray.status import EngineState, status, table

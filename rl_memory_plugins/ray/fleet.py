@@ -13,11 +13,11 @@ call, and that an engine that was started again admits nothing before it has the
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -32,8 +32,10 @@ from rl_memory_plugins.errors import (
     StateConflictError,
 )
 from rl_memory_plugins.extras import needs
+from rl_memory_plugins.memory.interrupts import to_its_end
 from rl_memory_plugins.memory.threads import in_parallel
 from rl_memory_plugins.ray.actor import EngineActor
+from rl_memory_plugins.ray.description import EngineDescription
 from rl_memory_plugins.ray.engines import Generated, engine_class
 from rl_memory_plugins.ray.handle import REQUESTS, EngineActorHandle
 from rl_memory_plugins.ray.handoff import FleetHandoff
@@ -57,36 +59,7 @@ CALLS = 10_000
 START_S = 3600.0
 """How long an engine may take to start. Large models load for minutes from a slow disk."""
 
-
-@dataclass(frozen=True)
-class EngineDescription:
-    """From which each engine of a fleet is started, and started again.
-
-    Attributes:
-        engine: `vllm` or `sglang`.
-        arguments: The arguments of vLLM's `AsyncEngineArgs` or SGLang's `Engine`.
-        rl_memory: Options of this package, as the engines' argument `rl_memory` takes them.
-        resources: What an actor takes of its bundle, e.g. `{"CPU": 1, "GPU": 0.5}` beside a trainer.
-        runtime_env: Ray's `runtime_env` of the actors.
-    """
-
-    engine: str
-    arguments: Mapping[str, Any]
-    rl_memory: Any = True
-    resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
-    runtime_env: Mapping[str, Any] = field(default_factory=dict)
-
-    def options(self) -> dict[str, Any]:
-        """The resources, as `options` of a Ray actor takes them."""
-        rest = {name: amount for name, amount in self.resources.items() if name not in ("CPU", "GPU", "memory")}
-        found = {
-            "num_cpus": self.resources.get("CPU", 0),
-            "num_gpus": self.resources.get("GPU", 0),
-            "memory": self.resources.get("memory"),
-            "resources": rest,
-            "runtime_env": dict(self.runtime_env),
-        }
-        return {name: value for name, value in found.items() if value is not None}
+logger = logging.getLogger(__name__)
 
 
 class EngineFleet:
@@ -135,29 +108,14 @@ class EngineFleet:
                 Nothing is left of the fleet.
             InvalidRequestError: the description names no engine, or the bundles are not as many as the engines.
             RLMemoryError: an engine cannot start; that of the first one. Nothing is left of the fleet.
+            Exception: Ray takes the description for no actor, e.g. its `runtime_env`. Nothing is left of the fleet.
         """
         engine_class(description.engine)
         bundles = range(count) if bundles is None else bundles
         if len(bundles) != count:
             raise InvalidRequestError(f"{count} engines need as many bundles, not {len(bundles)}", field="bundles")
-        own = placement_group([dict(description.resources)] * count) if placement is None else None
-        if own is not None:
-            try:
-                _await_placement(own, start_timeout_s)
-            except BaseException:  # it would hold its resources until the job ends
-                remove_placement_group(own)
-                raise
         actor_class = ray.remote(concurrency_groups={REQUESTS: CALLS})(EngineActor)  # all else waits for no request
-        actors = [
-            actor_class.options(
-                max_restarts=-1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(placement or own, bundle),
-                **description.options(),
-            ).remote(description.engine, dict(description.arguments), description.rl_memory)
-            for bundle in bundles
-        ]
-        fleet = cls(EngineActorHandle(actor, number) for number, actor in enumerate(actors))
-        fleet._own_placement = own
+        fleet = cls([])  # `close` ends what there is of it
         failures: list[Exception] = []  # in the order of time
 
         def start(engine: EngineActorHandle) -> None:
@@ -169,10 +127,21 @@ class EngineFleet:
                 raise
 
         try:
-            in_parallel([partial(start, engine) for engine in fleet.engines], "rl-memory-engine", stop=fleet.close)
-        except Exception:
-            raise failures[0] from None
-        except BaseException:
+            if placement is None:
+                placement = fleet._own_placement = placement_group([dict(description.resources)] * count)
+                _await_placement(placement, start_timeout_s)
+            for number, bundle in enumerate(bundles):
+                actor = actor_class.options(
+                    max_restarts=-1,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(placement, bundle),
+                    **description.options(),
+                ).remote(description.engine, dict(description.arguments), description.rl_memory)
+                fleet.engines.append(EngineActorHandle(actor, number))
+            try:
+                in_parallel([partial(start, engine) for engine in fleet.engines], "rl-memory-engine", stop=fleet.close)
+            except Exception:
+                raise failures[0] from None
+        except BaseException:  # the group would hold its resources until the job ends
             fleet.close()
             raise
         finally:
@@ -208,6 +177,8 @@ class EngineFleet:
     def update(self, tensors: Tensors, weight_version: str | None = None, **options: Any) -> dict[str, Any]:
         """`trainer.push_from_all` to all engines, with `on_failure="continue"`.
 
+        After an interrupt all of them leave the fleet, and `replace` brings them back.
+
         Args:
             weight_version: The name of the weights; by default the number of this update.
             **options: Those of `push_from_all`. The `base_version` of a partial update is by default the version of the
@@ -221,11 +192,11 @@ class EngineFleet:
                 report = push_from_all(
                     engines, tensors, self.peers(), weight_version=version, on_failure="continue", **options
                 )
-            except RLMemoryError as error:
-                self.failed_to(version, error)
+                self.updated_to(version)
+                self.leave_out(report["failed"])
+            except BaseException as error:
+                self.failed_to(version, error, engines)
                 raise
-            self.leave_out(report["failed"])
-            self.updated_to(version)
         return report
 
     def handoff(self, source: Tensors, **options: Any) -> FleetHandoff:
@@ -254,13 +225,14 @@ class EngineFleet:
             start_timeout_s: The longest wait for an engine that starts, in seconds; `None` for no limit.
             **options: As for `trainer.push_from_all`, but for `on_failure`.
 
-        Returns: the numbers of the engines that serve again.
+        Returns: the numbers of the engines that serve again. One that cannot start is missing, and a warning in the log
+            says why. Each call tries it again.
 
         Raises:
             InvalidRequestError: `on_failure` is not `abort`.
-            NoAnswerError: an engine has not started within `start_timeout_s`; its actor was ended. Call again.
-            RLMemoryError: an engine cannot start, or the update has failed. The engines that were to be replaced
-                admit nothing; call again.
+            NoAnswerError: no engine has started, the first one not within `start_timeout_s`; its actor was ended.
+            RLMemoryError: no engine can start, or the update has failed. The engines that were to be replaced admit
+                nothing; call again.
         """
         if options.get("on_failure", "abort") != "abort":
             raise InvalidRequestError(
@@ -279,7 +251,24 @@ class EngineFleet:
 
             if not sum(peers.agree(look)):
                 return []
-            peers.agree(lambda: on_all(absent, lambda engine: engine.start(closed=True, timeout_s=start_timeout_s)))  # type: ignore[attr-defined]
+            failures: list[RLMemoryError] = []
+
+            def start() -> int:
+                answers = on_each(absent, lambda one: one.start(closed=True, timeout_s=start_timeout_s), LONGEST_S)
+                for engine, answer in zip(list(absent), answers, strict=True):
+                    if isinstance(answer, RLMemoryError):
+                        logger.warning("engine %d is not replaced: %s", engine.number, answer)
+                        answer.details.setdefault("engine", engine.number)
+                        failures.append(answer)
+                        absent.remove(engine)  # the others need not wait for it: its node may be gone for good
+                return len(absent)
+
+            def give_up() -> None:
+                if failures:
+                    raise failures.pop(0)
+
+            if not sum(peers.agree(start)):
+                peers.agree(give_up)
             # An engine that has not died has former weights. They go first: nobody may meet them.
             peers.agree(lambda: on_all(absent, lambda engine: engine.sleep(Level.DISCARD, [Tag.WEIGHTS])))
             peers.agree(lambda: on_all(absent, lambda engine: engine.wake_up([Tag.WEIGHTS])))
@@ -335,15 +324,30 @@ class EngineFleet:
         """Note the version that all engines but those left out have now."""
         self._version = weight_version
 
-    def failed_to(self, weight_version: str, error: RLMemoryError) -> None:
-        """An update has failed in this process. If some engines have the weights, the others leave the fleet."""
-        outcomes = msgspec.convert(error.details.get("engines") or [], list[Outcome])
-        if any(one.error is None for one in outcomes):
-            self.leave_out([one for one in outcomes if one.error is not None])
-            self.updated_to(weight_version)
+    def failed_to(self, weight_version: str, error: BaseException, engines: Sequence[EngineActorHandle] = ()) -> None:
+        """An update has failed in this process. If some engines have the weights, the others leave the fleet.
+
+        Args:
+            engines: Those that leave after an interrupt: nobody knows then which of them have the weights.
+        """
+        if isinstance(error, RLMemoryError):
+            outcomes = msgspec.convert(error.details.get("engines") or [], list[Outcome])
+            if any(one.error is None for one in outcomes):
+                self.leave_out([one for one in outcomes if one.error is not None])
+                self.updated_to(weight_version)
+        elif not isinstance(error, Exception):  # any other error comes before the first byte or after the last
+            self.updated_to(weight_version)  # the trainer has these weights, and `replace` sends them
+
+            def leave() -> None:
+                on_each(engines, lambda engine: engine.leave(), LONGEST_S)  # hides the interrupt behind no error
+
+            to_its_end(leave)
 
     def present(self) -> list[EngineActorHandle]:
-        """The engines of this process that are up. All processes ask together.
+        """The engines of this process that are up. All processes ask together. Actors that cannot be reached are ended.
+
+        Such an actor may be back a moment later. Its engine would serve weights that the others have left behind, or
+        hold memory that the trainer takes.
 
         Raises:
             StateConflictError: no engine of any process is up.
@@ -351,7 +355,11 @@ class EngineFleet:
         engines: list[EngineActorHandle] = []
 
         def look() -> int:
-            engines.extend(self.up())
+            for engine, phase in zip(self.engines, self._phases(), strict=True):
+                if phase == "started":
+                    engines.append(engine)
+                elif phase == "lost":
+                    engine.end()
             return len(engines)
 
         _require_some(sum(self.peers().agree(look)))
@@ -387,7 +395,7 @@ class EngineFleet:
         return answers
 
     def _phases(self) -> list[str]:
-        """The phase of each actor; `lost` if it cannot be reached."""
+        """The phase of each actor; see `EngineActorHandle.phase`."""
         references = [engine.actor.about.remote() for engine in self.engines]  # all are asked at once
         deadline = time.monotonic() + STATUS_S  # of all
         return [

@@ -62,7 +62,8 @@ class EngineActorHandle(EngineClient):
     def phase(self, reference: Any, timeout_s: float = STATUS_S) -> str:
         """The phase in the answer of the actor's `about`; `lost` if the actor has died or cannot be reached.
 
-        An actor that does not answer is ended, see `leave`: its calls would keep all others of the fleet waiting.
+        An actor that does not answer has to leave, see `leave`: its calls would keep all others of the fleet waiting.
+        Its phase is `left`.
         """
         try:
             return msgspec.convert(self.result(reference, timeout_s), About).phase
@@ -70,7 +71,7 @@ class EngineActorHandle(EngineClient):
             return "lost"
         except NoAnswerError:
             self.leave()
-            return "lost"
+            return "left"
 
     def start(self, *, closed: bool = False, timeout_s: float | None = None) -> None:
         """Start the engine, unless it has started; see `EngineActor.start`.
@@ -93,7 +94,7 @@ class EngineActorHandle(EngineClient):
                     if not (again and error.details.get("restarting")):
                         raise
         except NoAnswerError:
-            ray.kill(self.actor, no_restart=False)  # the next start would wait for this one
+            self.end()  # the next start would wait for this one
             raise NoAnswerError(
                 f"engine {self.number} has not started within {timeout_s:g} s, and its actor was ended",
                 timeout_s=timeout_s,
@@ -133,6 +134,10 @@ class EngineActorHandle(EngineClient):
                 return
         except RLMemoryError:
             pass  # cannot be reached
+        self.end()
+
+    def end(self) -> None:
+        """End the actor, also one that cannot be reached from here. Ray restarts it, without an engine."""
         ray.kill(self.actor, no_restart=False)
 
     def ask(self, prompt: list[int], sampling: dict[str, Any]) -> Any:

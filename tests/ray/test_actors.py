@@ -67,10 +67,34 @@ def test_an_actor_that_hangs_is_ended_and_the_others_go_on(
     well.about(timeout_s=60)
     os.kill(pid, signal.SIGSTOP)
     assert EngineFleet(handles).up() == [well]
+    await_another(hung, pid)
+
+
+def test_an_actor_that_cannot_be_reached_is_ended_before_a_call_of_the_others(
+    handles: list[EngineActorHandle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor does not notice that the link to it is broken, and the link may be back the next moment."""
+    well, lost = handles
+    well.about(timeout_s=60)
+    pid, result = lost.about(timeout_s=60).pid, EngineActorHandle.result
+
+    def breaks(engine: EngineActorHandle, reference: Any, timeout_s: float | None) -> Any:
+        if engine is lost:
+            raise EngineLostError("cannot be reached", engine=1, restarting=True)
+        return result(engine, reference, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineActorHandle, "result", breaks)
+        assert EngineFleet(handles).present() == [well]
+    await_another(lost, pid)
+
+
+def await_another(engine: EngineActorHandle, pid: int) -> None:
+    """Wait until Ray has restarted the actor whose process was `pid`."""
 
     def is_another() -> bool:
         try:
-            return hung.about(timeout_s=60).pid != pid
+            return engine.about(timeout_s=60).pid != pid
         except EngineLostError:  # Ray is restarting it
             return False
 
@@ -212,6 +236,30 @@ def test_a_fleet_that_ray_cannot_place_is_an_error(cluster: None) -> None:
     description = EngineDescription("vllm", {}, resources={"CPU": 1, "GPU": 999})
     with pytest.raises(NoAnswerError, match="reserved .*999.* within 1 s"):
         EngineFleet.start(description, 1, start_timeout_s=1.0)
+    (made,) = set(placement_group_table()) - before
+    wait_until(lambda: placement_group_table()[made]["state"] == "REMOVED", "the placement group is removed")
+
+
+UNMADE = [
+    ({"runtime_env": {"working_dir": "."}}, ValueError),
+    ({"arguments": {"lock": threading.Lock()}}, TypeError),
+    ({}, KeyboardInterrupt),
+]
+
+
+@pytest.mark.parametrize(("change", "error"), UNMADE, ids=["options", "arguments", "an interrupt"])
+def test_no_placement_group_is_left_of_a_fleet_whose_actors_cannot_be_made(
+    cluster: None, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], error: type[BaseException]
+) -> None:
+    if error is KeyboardInterrupt:  # once the group is reserved
+
+        def options(description: EngineDescription) -> None:
+            raise error
+
+        monkeypatch.setattr(EngineDescription, "options", options)
+    before = set(placement_group_table())
+    with pytest.raises(error):
+        EngineFleet.start(EngineDescription("vllm", **{"arguments": {}, **change}), 1)
     (made,) = set(placement_group_table()) - before
     wait_until(lambda: placement_group_table()[made]["state"] == "REMOVED", "the placement group is removed")
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ from rl_memory_plugins.trainer.offloading import Moved
 from rl_memory_plugins.trainer.outcomes import Outcome
 
 UNIT = Path(__file__).parents[1] / "unit"
-sys.path[:0] = [str(UNIT / "trainer"), str(UNIT / "weights")]
+sys.path[:0] = [str(UNIT), str(UNIT / "trainer"), str(UNIT / "weights")]
 
+from helpers import interrupts  # noqa: E402
 from toy_engine import ToyEngine  # noqa: E402
 from toys import checkpoint, loaded  # noqa: E402
 
@@ -38,7 +41,7 @@ class Engine(ToyEngine):
         super().sleep(level, tags, mode)
 
     def start(self, closed: bool = False, timeout_s: float | None = None) -> None:
-        self.log.append(("start", closed, timeout_s))
+        self._call("start", closed, timeout_s)
 
     def leave(self) -> None:
         self.state = "joining"
@@ -46,6 +49,10 @@ class Engine(ToyEngine):
 
     def join(self) -> None:
         self.state = "started"
+
+    def end(self) -> None:
+        self.state = "empty"
+        self.awake.clear()
 
 
 class Fleet(EngineFleet):
@@ -76,6 +83,27 @@ def test_a_handoff_goes_on_without_an_engine_that_fails(fleet: Any, call: str, e
     with fleet.handoff(tensors, **OPTIONS).training("3") as report:
         pass
     assert [(one.engine, type(one.error)) for one in report.failed] == [(5, type(error))]
+    assert_serve(fleet, "3", tensors, 4, 6)
+    assert fleet.replace(tensors, **OPTIONS) == [5]
+    assert_serve(fleet, "3", tensors, 4, 5, 6)
+
+
+@pytest.mark.parametrize("call", ["update", "handoff"])
+def test_an_engine_whose_link_breaks_for_a_moment_has_ended_when_it_is_back(fleet: Any, call: str) -> None:
+    tensors, broken = checkpoint(3), fleet.engines[1]
+
+    def link_comes_back() -> None:
+        if broken.state == "lost":
+            broken.state = "started"
+
+    broken.state = "lost"
+    if call == "update":
+        fleet.update(tensors, "3", **OPTIONS)
+        link_comes_back()
+    else:
+        with fleet.handoff(tensors, **OPTIONS).training("3"):
+            assert not broken.awake  # the trainer has the memory
+            link_comes_back()
     assert_serve(fleet, "3", tensors, 4, 6)
     assert fleet.replace(tensors, **OPTIONS) == [5]
     assert_serve(fleet, "3", tensors, 4, 5, 6)
@@ -129,6 +157,38 @@ def test_an_engine_that_missed_an_update_is_left_out_also_if_the_update_fails_in
     assert_serve(fleet, "3", tensors, 4, 5, 6)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_all_engines_leave_after_an_interrupted_update_and_come_back_alike(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """One has the new weights, the others would serve the former ones. The second interrupt comes while they leave."""
+    tensors, leaving, end = checkpoint(4), threading.Event(), threading.Event()
+    fleet.update(checkpoint(3), "3", **OPTIONS)
+
+    def interrupted(engines: Any, *arguments: Any, **options: Any) -> Any:
+        push_from_all([engines[0]], *arguments, **options)
+        raise KeyboardInterrupt
+
+    def hangs(engine: Engine) -> None:
+        if engine is fleet.engines[2] and not leaving.is_set():
+            leaving.set()
+            end.wait(60)
+        else:
+            leave(engine)
+
+    leave = Engine.leave
+    monkeypatch.setattr(fleet_module, "push_from_all", interrupted)
+    if times == 2:
+        monkeypatch.setattr(Engine, "leave", hangs)
+    with interrupts(leaving) if times == 2 else nullcontext(), pytest.raises(KeyboardInterrupt):
+        fleet.update(tensors, "4", **OPTIONS)
+    monkeypatch.undo()
+    assert_serve(fleet, "4", tensors)
+    end.set()
+    assert fleet.replace(tensors, **OPTIONS) == [4, 5, 6]
+    assert_serve(fleet, "4", tensors, 4, 5, 6)
+
+
 def test_an_update_reaches_each_engine_once(fleet: Any) -> None:
     tensors = checkpoint(4)
     fleet.engines[1].fail["post_update"] = EngineLostError("has died", engine=5)
@@ -150,6 +210,26 @@ def test_former_weights_of_an_engine_that_comes_back_go_before_it_wakes(fleet: A
     fleet.replace(checkpoint(4), start_timeout_s=77.0, **OPTIONS)
     assert back.log[0] == ("start", True, 77.0)
     assert [call[:2] for call in back.log[1:3]] == [("sleep", 2), ("wake_up", ["weights"])]
+
+
+def test_an_engine_that_cannot_start_keeps_no_other_from_coming_back(
+    fleet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = checkpoint(3)
+    gone, back, _ = fleet.engines
+    for engine in (gone, back):
+        engine.fail["post_update"] = StateConflictError("busy")
+    fleet.update(tensors, "3", **OPTIONS)
+    gone.fail["start"] = EngineLostError("its node is gone", engine=4)
+    assert fleet.replace(tensors, **OPTIONS) == [5]
+    assert_serve(fleet, "3", tensors, 5, 6)
+    assert [record.getMessage() for record in caplog.records] == ["engine 4 is not replaced: its node is gone"]
+    gone.fail["start"] = EngineLostError("its node is gone", engine=4)
+    with pytest.raises(EngineLostError, match="its node is gone"):
+        fleet.replace(tensors, **OPTIONS)
+    assert_serve(fleet, "3", tensors, 5, 6)
+    assert fleet.replace(tensors, **OPTIONS) == [4]
+    assert_serve(fleet, "3", tensors, 4, 5, 6)
 
 
 def test_a_call_of_all_is_made_once_and_goes_on_without_a_lost_engine(fleet: Any) -> None:
