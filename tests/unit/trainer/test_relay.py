@@ -647,7 +647,7 @@ def test_engines_of_the_trainers_that_fall_silent_do_not_make_those_behind_a_rel
         for engine in silent:
             end.callback(engine.wake)
         report = push_from_all([*silent, one], Tracked(tensors), **options)
-    assert [(failure.engine, failure.behind) for failure in report["failed"]] == [(0, None), (1, None)]
+    assert [(failure.engine, failure.behind) for failure in report["failed"]] == [(0, ()), (1, ())]
     assert_loaded([well], tensors)
 
 
