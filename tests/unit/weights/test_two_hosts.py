@@ -50,6 +50,7 @@ def hosts():
 
 @pytest.fixture(autouse=True)
 def none_kept():
+    kept.close_communicators()  # those of other files
     yield
     kept.close_communicators()
 
