@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from rl_memory_plugins.trainer.sources.model import only_reads
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
-from rl_memory_plugins.weights.overrides import as_sharded, resident_of, tensors_in
+from rl_memory_plugins.weights.overrides import as_sharded, resident_of, silent_s, tensors_in
 from rl_memory_plugins.weights.sender import close_iterator
 from rl_memory_plugins.weights.shards import Layout
 from rl_memory_plugins.weights.source import (
-    ArrivingSource,
     GroupingSource,
     NegotiableSource,
     Places,
@@ -68,7 +67,7 @@ class Once:
 
     @property
     def silent_s(self) -> float:
-        return self._source.silent_s if isinstance(self._source, ArrivingSource) else 0.0
+        return silent_s(self._source)
 
     @property
     def gathered(self) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from rl_memory_plugins.weights.source import (
+    ArrivingSource,
     Places,
     PlacingSource,
     ResidentSource,
@@ -41,6 +42,11 @@ def resident_of(source: TensorSource) -> list[torch.Tensor] | None:
 def is_stable(source: TensorSource) -> bool:
     """Whether no tensor of the source changes after it has been given; see `source.StableSource`."""
     return resident_of(source) is not None or (isinstance(source, StableSource) and source.stable)
+
+
+def silent_s(source: TensorSource) -> float:
+    """How long the source may wait for another trainer, in seconds; see `source.ArrivingSource`."""
+    return source.silent_s if isinstance(source, ArrivingSource) else 0.0
 
 
 def tensors_in(source: TensorSource, places: Places) -> Iterator[tuple[str, torch.Tensor]]:

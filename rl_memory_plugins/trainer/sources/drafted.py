@@ -11,7 +11,7 @@ import msgspec
 from rl_memory_plugins.trainer.sources.model import only_reads
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
 from rl_memory_plugins.weights.names import DRAFT
-from rl_memory_plugins.weights.overrides import is_stable, resident_of, tensors_in
+from rl_memory_plugins.weights.overrides import is_stable, resident_of, silent_s, tensors_in
 from rl_memory_plugins.weights.source import GroupingSource, NegotiableSource, Places, TensorSource
 
 if TYPE_CHECKING:
@@ -57,6 +57,11 @@ class DraftedSource:
     def stable(self) -> bool:
         """See `StableSource`."""
         return all(map(is_stable, self._both))
+
+    @property
+    def silent_s(self) -> float:
+        """See `ArrivingSource`: one source is read after the other."""
+        return max(map(silent_s, self._both))
 
     @property
     def only_reads(self) -> bool:

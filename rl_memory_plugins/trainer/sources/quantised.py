@@ -16,7 +16,7 @@ from rl_memory_plugins.trainer.sources.formats import Target, format_of
 from rl_memory_plugins.trainer.sources.model import Tensors, as_source, only_reads
 from rl_memory_plugins.weights.checkpoint_files import dtypes_in
 from rl_memory_plugins.weights.manifest import Mismatch, TensorSpec
-from rl_memory_plugins.weights.overrides import is_stable, resident_of
+from rl_memory_plugins.weights.overrides import is_stable, resident_of, silent_s
 from rl_memory_plugins.weights.source import NegotiableSource, Places, TensorSource, name_of
 
 ALIGNED_SHAPE = (16, 16)
@@ -139,6 +139,11 @@ class QuantisedSource:
         """Whether a tensor is made of a quantised weight. One beside it, such as a bias, is the source's own."""
         base, _, part = name.rpartition(".")
         return f"{base}.weight" in self._weights and part in self._parts
+
+    @property
+    def silent_s(self) -> float:
+        """See `weights.source.ArrivingSource`."""
+        return silent_s(self._source)
 
     @property
     def group_bytes(self) -> int:

@@ -36,6 +36,7 @@ class Inner:
     group_bytes = GROUP_BYTES
     negotiable = True
     gathered = GATHERED
+    silent_s = 7.0
 
     def __init__(self, *, holds: bool = True) -> None:
         self.tensor = torch.ones(16, 16)
@@ -101,6 +102,7 @@ UNTRUE = {
     (Reader, "ShardedSource"): "the owner's thread gathers for all readers",
     (Reader, "PlacingSource"): "each reader has a buffer of its own",
     (Reader, "ReadingSource"): "nobody asks a reader: the handoff asks the source",
+    (Reader, "ArrivingSource"): "nobody asks a reader: the update asks for all of them",
     (DraftedSource, "ShardedSource"): "it gathers; its docstring says so",
     (QuantisedSource, "ResidentSource"): "it makes tensors",
     (QuantisedSource, "ShardedSource"): "a weight is quantised whole",
@@ -157,6 +159,10 @@ def says_it_reads(wrapper: Any, inner: Inner) -> None:
     assert only_reads(wrapper)
 
 
+def says_how_long_it_waits(wrapper: Any, inner: Inner) -> None:
+    assert wrapper.silent_s == inner.silent_s
+
+
 def says_where(wrapper: Any, inner: Inner) -> None:
     if isinstance(wrapper, QuantisedSource):  # of its own, of what it rounds; the rest is not the other's form
         assert next(wrapper.tensors_in({}))[1] is inner.tensor
@@ -173,6 +179,7 @@ CHECKS = {
     "NegotiableSource": says_negotiable,
     "ShardedSource": says_sharded,
     "ReadingSource": says_it_reads,
+    "ArrivingSource": says_how_long_it_waits,
 }
 
 
@@ -192,6 +199,7 @@ def test_a_wrapper_says_what_is_true_of_the_source(protocol: str, wrapper: type)
 def test_a_wrapper_says_nothing_of_a_source_that_says_nothing(wrapper: type) -> None:
     made = WRAPPERS[wrapper](Says())
     assert not made.stable and made.group_bytes == 0 and not made.negotiable
+    assert getattr(made, "silent_s", 0.0) == 0.0
     assert not made.revise([OTHER]) and not only_reads(made)
     assert getattr(made, "resident", lambda: None)() is None
     sharded = as_sharded(made)
