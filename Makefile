@@ -111,7 +111,7 @@ demo: env-$(ENGINE)
 
 # The longest first, so that no long one is left for the end.
 LONGEST_FIRST := test-unit test-vllm-own test-sglang-own test-vllm-suite test-sglang-suite test-sglang-tp \
-	test-vllm-kinds test-sglang-kinds test-vllm-dp test-vllm-demo test-trl test-ray-short
+	test-vllm-kinds test-sglang-kinds test-vllm-dp test-vllm-steps test-vllm-demo test-trl test-ray-short
 TESTED = $(PARTS_vllm) $(PARTS_sglang) test-trl test-ray-short test-unit
 # The environments before: else a part whose environment is there would begin in place of a longer one.
 test:
@@ -129,7 +129,7 @@ OWN_sglang := tests/sglang tests/trainers/test_slime_engine.py --ignore tests/sg
 
 # What only one version has is tested with that one.
 PARTS_vllm := $(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-own test-vllm-kinds) test-vllm-suite test-vllm-dp \
-	$(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-demo,test-vllm-tp)
+	$(if $(filter $(VLLM),$(VLLM_CI)),test-vllm-steps test-vllm-demo,test-vllm-tp)
 
 test-vllm: $(PARTS_vllm)
 
@@ -145,6 +145,12 @@ test-vllm-tp test-vllm-dp: test-vllm-%: env-vllm
 
 test-vllm-kinds: env-vllm
 	$(VLLM_ENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/kinds --engine vllm
+
+# The benchmark of whole steps: the losses of a trainer that moves its tensors and of a pausable one are equal bit by bit.
+test-vllm-steps: env-vllm
+	rm -rf .pytest_cache/$@ && mkdir -p .pytest_cache/$@
+	$(VLLM_ENV)/bin/python -m integration.bench_step --device cpu --model tiny --steps 2 \
+		--subject offloader pausable_overlap --out .pytest_cache/$@/steps.json
 
 test-vllm-demo: env-vllm
 	$(VLLM_ENV)/bin/python -m integration.demo --engine vllm --quick
