@@ -45,6 +45,18 @@ def await_end(thread: threading.Thread) -> None:
         time.sleep(min(max((time.monotonic() - start) / 10, 50e-6), 0.002))
 
 
+INTERRUPT_S = 1.0
+
+
+def await_that(is_so: Callable[[], object], changed: threading.Condition) -> None:
+    """`changed.wait_for(is_so)`, for the main thread.
+
+    Python runs the handler of a signal that comes just before a wait only after the wait, which may be long.
+    """
+    while not changed.wait_for(is_so, INTERRUPT_S):
+        pass
+
+
 class Beside(Generic[T]):
     """Runs a function in a thread as `on_this_gpu`, from `start` on; in `start` if no more threads can be started.
 

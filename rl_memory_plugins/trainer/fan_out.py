@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from rl_memory_plugins.errors import from_record
+from rl_memory_plugins.memory.threads import await_that
 from rl_memory_plugins.trainer.offloading import host_view
 from rl_memory_plugins.trainer.once import Once
 from rl_memory_plugins.weights import wire
@@ -105,7 +106,7 @@ class FanOut:
             self._turn += 1
             self._reading = set(self._readers)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._reading)
+            await_that(lambda: not self._reading, self._changed)
             self._item = None
             return bool(self._readers)
 

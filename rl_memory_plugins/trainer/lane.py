@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rl_memory_plugins.errors import RLMemoryError
-from rl_memory_plugins.memory.threads import await_end, on_this_gpu
+from rl_memory_plugins.memory.threads import await_end, await_that, on_this_gpu
 from rl_memory_plugins.trainer.fan_out import FanOut, Reader
 from rl_memory_plugins.weights import wire
 from rl_memory_plugins.weights.answers import Findings, Senders
@@ -98,7 +98,7 @@ class Lane(Senders):
     def findings(self) -> Findings | None:
         """What the ranks answer to the manifest, once all have answered; `None` if the lane has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._findings is not None or self._has_ended)
+            await_that(lambda: self._findings is not None or self._has_ended, self._changed)
             found, self._findings = self._findings, None
         return found
 

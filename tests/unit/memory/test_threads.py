@@ -1,5 +1,6 @@
 """Functions in other threads: what they return, what they raise, and what happens without a thread."""
 
+import signal
 import threading
 import time
 import weakref
@@ -8,7 +9,7 @@ from functools import partial
 import pytest
 from helpers import interrupts, no_collection, refuse_threads
 
-from rl_memory_plugins.memory.threads import Beside, await_end, in_parallel
+from rl_memory_plugins.memory.threads import Beside, await_end, await_that, in_parallel
 
 NAME = "rl-memory-test"
 
@@ -182,3 +183,32 @@ def test_an_interrupt_while_a_thread_starts_begins_no_further_call(monkeypatch):
     start(started[1])  # as if it had been started already
     started[1].join()
     assert ran == [0]
+
+
+def test_a_signal_that_ends_no_wait_of_the_main_thread_is_handled_before_its_end():
+    """As one that comes just before the wait: the handler in C has run, and that in Python comes after the wait."""
+    changed, is_over, asked = threading.Condition(), threading.Event(), threading.Event()
+
+    def send():
+        asked.wait(60)
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        is_over.wait(20)
+        is_over.set()
+        with changed:
+            changed.notify_all()
+
+    def is_so():
+        asked.set()
+        return is_over.is_set()
+
+    former = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    sending = threading.Thread(target=send)
+    sending.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), changed:
+            await_that(is_so, changed)
+        assert not is_over.is_set()
+    finally:
+        is_over.set()
+        sending.join()
+        signal.signal(signal.SIGUSR1, former)
