@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -234,15 +234,21 @@ def assumptions(c: Cluster) -> list[str]:
     return table(("", "assumed"), rows)
 
 
-def links(c: Cluster) -> list[str]:
-    """The bytes on each link, of each way in both formats."""
-    rows = []
+def in_both_formats(c: Cluster) -> Iterator[tuple[str, float, Way]]:
+    """Each way in each format: the format's name, the bytes of the weights, and the way."""
     for one in FORMATS:
         size = PARAMETERS * one.bytes_each
         for way in ways(size, c, one.hosts):
-            gather = gathered(size, c) if way.gathers else Gather(0, 0, 0)
-            nbytes = (*gather, way.sent, way.host, way.card, way.engine_host, way.engine_card, way.passed)
-            rows.append((one.name, way.name, *(f"{number / 1e12:.4g}" for number in nbytes)))
+            yield one.name, size, way
+
+
+def links(c: Cluster) -> list[str]:
+    """The bytes on each link, of each way in both formats."""
+    rows = []
+    for name, size, way in in_both_formats(c):
+        gather = gathered(size, c) if way.gathers else Gather(0, 0, 0)
+        nbytes = (*gather, way.sent, way.host, way.card, way.engine_host, way.engine_card, way.passed)
+        rows.append((name, way.name, *(f"{number / 1e12:.4g}" for number in nbytes)))
     head = (
         "",
         "way",
@@ -262,11 +268,9 @@ def links(c: Cluster) -> list[str]:
 def transfers(c: Cluster) -> list[str]:
     """How long each link is busy, of each way in both formats."""
     rows = []
-    for one in FORMATS:
-        size = PARAMETERS * one.bytes_each
-        for way in ways(size, c, one.hosts):
-            took = seconds(way, size, c)
-            rows.append((one.name, way.name, *(f"{number:.1f}" for number in (*took, took.slowest))))
+    for name, size, way in in_both_formats(c):
+        took = seconds(way, size, c)
+        rows.append((name, way.name, *(f"{number:.1f}" for number in (*took, took.slowest))))
     head = (
         "",
         "way",

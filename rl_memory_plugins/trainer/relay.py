@@ -164,7 +164,7 @@ class Relay:
 
     def states(self) -> list[dict[str, Any] | None]:
         """`EngineClient.weights_state` of each engine; `None` for one that does not tell."""
-        return [state if isinstance(state, dict) else None for state in self._asked()]
+        return told(self._asked())
 
     def _asked(self, timeout_s: float = STATE_S) -> list[dict[str, Any] | RLMemoryError | None]:
         return on_each(self._engines, state_of, min(timeout_s, STATE_S))
@@ -213,7 +213,7 @@ class Relay:
             "admitting": any(state["admitting"] for state in states),
             "reason": min(reasons, key=lambda reason: reason != "paused", default=None),
             "engines": [{"ranks": [{"device": device} for device in self.devices()]}],
-            "behind": [state if isinstance(state, dict) else None for state in found],
+            "behind": told(found),
         }
 
     def post_update(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -250,16 +250,15 @@ class Relay:
 
     def _pause(self, mode: str, trainer_s: float) -> set[int]:
         """Close the engines that admit requests. Returns the places of those that may have been open."""
-        asked = self._asked(trainer_s / 8)
-        states = {place: one if isinstance(one, dict) else None for place, one in enumerate(asked)}
-        admitting = [place for place, state in states.items() if state is not None and state["admitting"]]
+        states = list(enumerate(told(self._asked(trainer_s / 8))))
+        admitting = [place for place, state in states if state is not None and state["admitting"]]
         engines = [self._engines[place] for place in admitting]
         answers = on_each(engines, lambda engine: engine.sleep(level=Level.PAUSE.value, mode=mode), trainer_s / 4)
         # A conflict is with another caller's transition. After other errors the engine may have carried the call out.
         self._to_open |= {
             place for place, one in zip(admitting, answers, strict=True) if not isinstance(one, StateConflictError)
         }
-        return {place for place, state in states.items() if state is None or state["admitting"]}
+        return {place for place, state in states if state is None or state["admitting"]}
 
     def _resume(self, behind: set[int], timeout_s: float) -> list[Outcome]:
         """Open what a relay has closed, but for `behind`. Returns the failures; the next update tries again."""
@@ -322,6 +321,11 @@ class Relay:
             "engines": msgspec.to_builtins(report["engines"], enc_hook=str),
             "failed": relayed([*without, *unopened]),
         }
+
+
+def told(found: Sequence[dict[str, Any] | RLMemoryError | None]) -> list[dict[str, Any] | None]:
+    """The states that engines have told; `None` for one that has not."""
+    return [state if isinstance(state, dict) else None for state in found]
 
 
 def failed_with(errors: Mapping[int, RLMemoryError]) -> list[Outcome]:

@@ -85,9 +85,8 @@ class Targets:
         found: dict[Any, tuple[str, torch.Tensor]] = {}
         for tag, tensor in self._new_tensors(is_awake, is_owned):
             storage = tensor.untyped_storage()
-            left = (
-                0 if storage.nbytes() else nbytes_left_by_move(storage)
-            )  # a move that failed: this one brings it back
+            # A move that failed may have left it empty: this one brings its content back.
+            left = 0 if storage.nbytes() else nbytes_left_by_move(storage)
             if storage.device.type == "meta" or not (storage.nbytes() or left):
                 continue
             if storage.device.type == "cpu" and device.type != "cpu":
