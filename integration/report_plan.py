@@ -29,6 +29,9 @@ SHOWN = {
 }
 SHOWN_MODEL = "qwen2.5-7b"
 
+SHARE = 0.6
+"""Of the memory of a GPU, the share of an engine of `bench_gpu` whose command does not say it."""
+
 
 class Compared(NamedTuple):
     """One figure, in MiB.
@@ -95,9 +98,10 @@ def _asleep(results: Path, planned: Planned) -> Iterator[Compared]:
         if "host_held_mib" not in metrics:  # measured at level 2 only
             continue
         about = metrics["host_held_mib"]
-        fraction = float(about["command"].split("--memory ")[1].split()[0])
+        _, _, given = about["command"].partition("--memory ")
+        fraction, tp = float(given.split()[0]) if given else SHARE, about.get("tensor_parallel", 1)
         common = {"gpu": _gpu(about), "engine": about["engine"], "fraction": fraction, "max_running": 64, "level": 1}
-        made = planned(SHAPES[about["model"]], trainer="none", **common)
+        made = planned(SHAPES[about["model"]], trainer="none", tp=tp, **common)
         if "gpu_left_mib" in metrics:
             slack = CACHE_MIB if about["commit"] == OLD_COMMIT else 0
             left = metrics["gpu_left_mib"]["median"]

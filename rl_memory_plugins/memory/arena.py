@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 from rl_memory_plugins.errors import HostMemoryError
+from rl_memory_plugins.memory.copies import LARGE_PIECE_BYTES, PIECE_BYTES
 from rl_memory_plugins.memory.host_memory import free_host_bytes, host_memory_info, libc, refusal_of, whole_pages
 from rl_memory_plugins.memory.pages import populate, touch
 from rl_memory_plugins.memory.preparation import (
@@ -40,9 +41,10 @@ SPARE_SHARE = 4  # with `auto`, an allocation in advance leaves a quarter of the
 #: of its own; while 16 threads touched pages, its requests took a third longer.
 BACKGROUND_SHARE, BACKGROUND_NICE = 8, 5
 
-Step = Callable[[int], AbstractContextManager[bool]]
+Step = Callable[[int], AbstractContextManager[int | None]]
 """The context of one step of an allocation. The argument is the number of bytes still to allocate. The context's value
-says whether the step leaves the processors to others. May raise `AllocationCancelled`."""
+is `None` for a caller who waits. Otherwise the step leaves the processors to others, and locks at most so many bytes at
+a time. May raise `AllocationCancelled`."""
 
 
 def never() -> bool:
@@ -159,9 +161,9 @@ class PagedArena:
             return self._allocate_patiently(nbytes, caller, file, in_advance=False)
 
         @contextmanager
-        def step(rest: int) -> Iterator[bool]:
+        def step(rest: int) -> Iterator[None]:
             _check_not_cancelled(caller)
-            yield False
+            yield
 
         address = 0
         try:
@@ -185,7 +187,7 @@ class PagedArena:
         is_new = file is None or file.is_new
 
         @contextmanager
-        def step(rest: int) -> Iterator[bool]:
+        def step(rest: int) -> Iterator[int | None]:
             nonlocal start
             # outside the lock of all ranks, which others get meanwhile
             self.pace.rest(time.monotonic() - start if rests else 0.0, caller)
@@ -198,7 +200,8 @@ class PagedArena:
                     self._check_spare(rest)
                 elif is_new and rest:
                     self._check_free(rest)  # others may have taken memory between two steps
-                yield not caller.awaited()
+                small = rests and self.pace.engine_computes
+                yield None if caller.awaited() else PIECE_BYTES if small else LARGE_PIECE_BYTES
 
         # Who frees a shared buffer holds its lock, which a sleep may want.
         between = at_once if file is not None else self._between_pieces(caller.awaited)
@@ -374,8 +377,8 @@ class PagedArena:
         """Make the pages. Those of a file keep their content."""
         address, nbytes = address_of(mapping), len(mapping)
         for start in range(0, nbytes, STEP_BYTES):
-            with step(nbytes - start) as in_background:
-                part = (address + start, min(STEP_BYTES, nbytes - start), *self._effort(in_background))
+            with step(nbytes - start) as bound:
+                part = (address + start, min(STEP_BYTES, nbytes - start), *self._effort(bound is not None))
                 code = populate(*part)
                 if code == errno.EINVAL and file is None:  # an older kernel
                     touch(*part)

@@ -11,19 +11,22 @@ from rl_memory_plugins.memory.ranges import subtract
 
 #: Page-locked host memory may consist of pieces (`PinnedArena`). Every piece except the last ends at a multiple of
 #: this number. The driver refuses a copy that reaches over two pieces.
-PIECE_BYTES = 128 << 20
+PIECE_BYTES = 32 << 20
+#: What a call of the driver locks at a time where no step of the engine waits for it, or somebody waits for the memory:
+#: fewer calls, and fewer pauses between them. A multiple of `PIECE_BYTES`.
+LARGE_PIECE_BYTES = 128 << 20
 
 
-def end_of_piece(address: int) -> int:
-    return (address // PIECE_BYTES + 1) * PIECE_BYTES
+def end_of_piece(address: int, piece_bytes: int = PIECE_BYTES) -> int:
+    return (address // piece_bytes + 1) * piece_bytes
 
 
-def by_pieces(pairs: Sequence[tuple[Block, int]]) -> Iterator[tuple[Block, int]]:
+def by_pieces(pairs: Sequence[tuple[Block, int]], piece_bytes: int = PIECE_BYTES) -> Iterator[tuple[Block, int]]:
     """The blocks, cut where the host memory of their copies consists of pieces, each with the address of its copy."""
     for block, address in pairs:
         done = 0
         while done < block.nbytes:
-            nbytes = min(end_of_piece(address + done) - address - done, block.nbytes - done)
+            nbytes = min(end_of_piece(address + done, piece_bytes) - address - done, block.nbytes - done)
             yield Block(block.address + done, nbytes), address + done
             done += nbytes
 

@@ -16,7 +16,7 @@ import torch
 
 from rl_memory_plugins.memory.allocator import Block
 from rl_memory_plugins.memory.arena import SMALL_BYTES, STEP_BYTES, PagedArena, Step, address_of
-from rl_memory_plugins.memory.copies import by_pieces, end_of_piece
+from rl_memory_plugins.memory.copies import LARGE_PIECE_BYTES, by_pieces, end_of_piece
 from rl_memory_plugins.memory.host_memory import libc, whole_pages
 from rl_memory_plugins.memory.pages import THREADS, populate, touch
 from rl_memory_plugins.memory.preparation import (
@@ -138,14 +138,12 @@ class PinnedArena(PagedArena):
         back: Callable[..., object] = touch if file is None else populate
         start, locked = 0, 0
         while start < nbytes:
-            with step(nbytes - start) as in_background:
-                if in_background:
-                    made = min(end_of_piece(address + start) - address - start, nbytes - start)
-                else:
-                    made = min(STEP_BYTES, nbytes - start)
-                back(address + start, made, *self._effort(in_background))
+            with step(nbytes - start) as bound:
+                end = start + STEP_BYTES if bound is None else end_of_piece(address + start, bound) - address
+                made = min(end, nbytes) - start
+                back(address + start, made, *self._effort(bound is not None))
             start += made
-            if in_background and self._serves:
+            if bound is not None and self._serves:
                 self._lock_part(address, locked, start)
                 locked = start
         if locked < nbytes:
@@ -167,7 +165,7 @@ class PinnedArena(PagedArena):
 
     def _lock_pages(self, mapping: int, start: int, end: int) -> int:
         part = Block(mapping + start, end - start)
-        for piece, _ in by_pieces([(part, part.address)]) if self._serves else [(part, 0)]:
+        for piece, _ in by_pieces([(part, part.address)], LARGE_PIECE_BYTES) if self._serves else [(part, 0)]:
             code = self._register(*piece)
             if code != 0:
                 return code

@@ -28,7 +28,7 @@ PATIENCE = 3
 PAUSE_S = 0.03
 #: The share of the time that memory in advance may take while the engine computes, of all its ranks together: each of
 #: its steps waits for the slowest rank. Kernels wait while pages are locked: with pauses of `PAUSE_S` alone, requests
-#: of 18 ms took 29.
+#: of 18 ms took 29. With this share, requests of 19 ms took 21.5 beside steps of 128 MiB, and 19 beside steps of 32.
 WORK_SHARE = 0.1
 #: The engine counts as computing for so long after it has begun or ended a step. A prefill may take as long.
 COMPUTES_S = 1.0

@@ -11,7 +11,7 @@ import torch
 from integration.waiting import wait_until
 from rl_memory_plugins.errors import HostMemoryError
 from rl_memory_plugins.memory.allocator import Block
-from rl_memory_plugins.memory.copies import PIECE_BYTES
+from rl_memory_plugins.memory.copies import LARGE_PIECE_BYTES
 from rl_memory_plugins.memory.cuda_device import CudaDevice
 from rl_memory_plugins.memory.cuda_vmm import CudaVmmAllocator
 from rl_memory_plugins.memory.fingerprint import memory_view
@@ -35,7 +35,7 @@ def test_buffers_are_page_locked_and_carry_copies(arena, prepared):
     if prepared:
         arena.prepare([source.numel()]).join()
     address = arena.acquire(source.numel())
-    assert len(arena._registered[address]) > 600 * MiB // PIECE_BYTES
+    assert len(arena._registered[address]) > 600 * MiB // LARGE_PIECE_BYTES
     assert all(memory_view(address + start, MiB).is_pinned() for start in range(0, source.numel(), 100 * MiB))
     assert arena.notes == []
     device, block = CudaDevice(0), Block(source.data_ptr(), source.numel())

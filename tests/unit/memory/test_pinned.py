@@ -225,8 +225,11 @@ class Driver:
 
 @pytest.fixture
 def serving(arena, monkeypatch):
-    """An arena of a process that answers requests, in pieces of 3 MiB, at whose ends no mapping begins by itself."""
-    monkeypatch.setattr(copies, "PIECE_BYTES", 3 * MiB)
+    """An arena of a process that answers requests, in pieces of 3 MiB, at whose ends no mapping begins by itself, and
+    of 1 MiB while the engine computes."""
+    for module in (arena_module, pinned):
+        monkeypatch.setattr(module, "LARGE_PIECE_BYTES", 3 * MiB)
+    monkeypatch.setattr(arena_module, "PIECE_BYTES", MiB)
     monkeypatch.setattr(preparation, "PAUSE_S", 0.001)
     monkeypatch.setattr(arena, "_serves", True)
     return arena
@@ -252,12 +255,41 @@ def test_what_is_prepared_beside_requests_is_locked_in_pieces(serving, monkeypat
     ends = [start + nbytes for start, nbytes in sorted(driver.locked.items())]
     assert len(ends) in (6, 7) and min(driver.locked) == address and ends[-1] == address + 18 * MiB
     assert sorted(driver.locked)[1:] == ends[:-1] and all(end % (3 * MiB) == 0 for end in ends[:-1])
-    reached = Block(1 << 40, 18 * MiB)
-    for block, start in copies.by_pieces([(reached, address)]):
-        assert any(piece <= start and start + block.nbytes <= piece + size for piece, size in driver.locked.items())
+    assert_copies_fit(driver, Block(1 << 40, 18 * MiB), address)
     serving.release(address)
     serving.close()
     assert driver.locked == {}
+
+
+def assert_copies_fit(driver, block, address):
+    """No copy reaches over two pieces."""
+    for part, start in copies.by_pieces([(block, address)], MiB):
+        assert any(piece <= start and start + part.nbytes <= piece + size for piece, size in driver.locked.items())
+
+
+def test_while_the_engine_computes_the_pieces_are_small(serving, monkeypatch):
+    """All work on the GPU waits while a piece is locked: requests of 19 ms took 21.5 beside pieces of 128 MiB."""
+    driver, steps = Driver(monkeypatch, serving), iter([True] * 3 + [False] * 2 + [True] * 100)
+    monkeypatch.setattr(preparation.Pace, "engine_computes", property(lambda self: next(steps)))
+    monkeypatch.setattr(preparation.Pace, "rest", lambda self, worked_s, caller: None)
+    serving.prepare([18 * MiB]).join()
+    address = serving.acquire(18 * MiB)
+    assert_copies_fit(driver, Block(1 << 40, 18 * MiB), address)
+    pieces = sorted(driver.locked.items())
+    assert sum(driver.locked.values()) == 18 * MiB
+    assert max(nbytes for _, nbytes in pieces[:3]) <= MiB
+    assert pieces[4][1] == 3 * MiB
+    assert max(nbytes for _, nbytes in pieces[5:]) <= MiB
+
+
+def test_a_copy_of_new_weights_is_made_in_large_pieces_though_the_engine_computes(serving, monkeypatch):
+    """Each piece has a pause behind it, and the next weights would overtake the copy."""
+    driver = Driver(monkeypatch, serving)
+    for module in (pinned, arena_module):
+        monkeypatch.setattr(module, "SMALL_BYTES", MiB)
+    serving.pace.note_step()
+    serving.acquire(18 * MiB, Caller(awaited=lambda: False))
+    assert len(driver.locked) in (6, 7)
 
 
 def test_what_is_needed_at_once_is_locked_in_pieces_without_pauses(serving, monkeypatch):

@@ -59,7 +59,7 @@ class Pages:
 def pages(monkeypatch):
     """Steps are of 4 MiB, up to 2 MiB is little, and pages are not locked."""
     monkeypatch.setattr(pinned, "STEP_BYTES", 4 * MiB)
-    monkeypatch.setattr(pinned, "end_of_piece", lambda address: address + 4 * MiB)
+    monkeypatch.setattr(pinned, "end_of_piece", lambda address, piece_bytes: address + 4 * MiB)
     monkeypatch.setattr(pinned, "SMALL_BYTES", 2 * MiB)
     monkeypatch.setattr(arena_module, "SMALL_BYTES", 2 * MiB)
     monkeypatch.setattr(preparation, "PAUSE_S", 0.001)

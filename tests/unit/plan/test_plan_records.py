@@ -36,6 +36,7 @@ def test_every_record_with_memory_is_compared() -> None:
     without = {
         "weights-sglang-0.5.20-0.5b",  # has no staged figure
         "step-vllm-0.33.0-7b-tp2",  # of two GPUs
+        "step-sglang-0.5.23-7b-tp2",
         "sleep-vllm-0.33.0-7b-two-ranks",  # at level 2 only
         "sleep-vllm-0.33.0-72b-two-ranks",
         "sleep-vllm-0.33.0-72b-two-ranks-on-another-host",
