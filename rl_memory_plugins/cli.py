@@ -142,10 +142,15 @@ def vllm_command(arguments: Sequence[str]) -> list[str]:
 
     The CPU build has another distribution name. vLLM's command line asks for the version of `vllm` and fails there;
     vLLM's server module starts.
+
+    Raises:
+        UnsupportedError: a headless node of the CPU build. The server module knows none, and would start a server.
     """
     try:
         version("vllm")
     except PackageNotFoundError:
+        if "--headless" in arguments:
+            raise UnsupportedError("vLLM's CPU build does not start headless nodes") from None
         return ["-m", "vllm.entrypoints.openai.api_server", *_with_flag(_with_model(arguments, "--model"))]
     return ["-m", "vllm.entrypoints.cli.main", "serve", *_with_flag(arguments)]
 

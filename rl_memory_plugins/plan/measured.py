@@ -63,10 +63,11 @@ ENGINES = {
     ),
 }
 
-#: ranks-vllm-0.33.0-7b-tp2-h200.json, left_mib_first, the cause `context` of a rank
-TRAINER_CONTEXT = 610 * MIB
-#: NCCL's memory in a trainer with several processes: that of vLLM's ranks
-TRAINER_COMMUNICATORS = ENGINES["vllm"].communicators
+#: What a trainer's process leaves on its GPU while all tags sleep. step-vllm-0.33.0-3b.json, trainer_left_mib: CUDA's
+#: context 680, memory outside of the tags 236 (workspaces of cuBLAS), and 132 more
+TRAINER_PROCESS = 1048 * MIB
+#: The same of each of several processes. step-vllm-0.33.0-7b-tp2.json, trainer_left_mib: context 964, NCCL 484, 84, 132
+TRAINER_PROCESS_OF_SEVERAL = 1664 * MIB
 #: step-vllm-0.33.0-3b.json at commit 09ac3b7, host_mib 37372 of `pausable_overlap`, less the copies of parameters and
 #: states. Other processes ended during the run of the present record, and took 2 GiB from its count.
 TRAINER_HOST = 2057 * MIB

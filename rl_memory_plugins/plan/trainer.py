@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 
 from rl_memory_plugins.plan import activations
-from rl_memory_plugins.plan.measured import MIB, TRAINER_COMMUNICATORS, TRAINER_CONTEXT
+from rl_memory_plugins.plan.measured import MIB, TRAINER_PROCESS, TRAINER_PROCESS_OF_SEVERAL
 from rl_memory_plugins.plan.model import WIDTHS, Model
 from rl_memory_plugins.plan.options import Options
 from rl_memory_plugins.weights.manifest import MIN_STAGED_BUCKET_BYTES, SLOTS
@@ -70,7 +70,7 @@ def plan_trainer(model: Model, options: Options) -> TrainerPlan:
     else:
         copies = model.matrices * 2 if compute == "autocast" else 0
     return TrainerPlan(
-        process=TRAINER_CONTEXT + (TRAINER_COMMUNICATORS if ranks > 1 else 0),
+        process=TRAINER_PROCESS_OF_SEVERAL if ranks > 1 else TRAINER_PROCESS,
         parameters=parameters,
         optimizer=optimizer,
         gradients=gradients,

@@ -1,1 +1,1 @@
-"""Weight updates in place: from a trainer process to the ranks of an engine on the same host."""
+"""Weight updates in place: from a trainer process to the ranks of an engine."""

@@ -23,7 +23,7 @@ def candidate_transports(
     Args:
         wanted: A transport, or `auto`.
         device: The rank's device.
-        gpus: The GPUs that this process can use.
+        gpus: The GPUs that this process can use; none if it has not used one yet.
         source_gpu: The GPU that holds all tensors; `None` if they are spread or on the host.
         local: Whether the rank has connected over a Unix socket.
     """
@@ -43,7 +43,7 @@ def left_out(wanted: str, device: str, gpus: Collection[str]) -> dict[str, str]:
     if wanted != "auto" or device in gpus or not _is_gpu(device):
         return {}
     return {
-        "cuda_ipc": "this process does not see the rank's GPU",
+        "cuda_ipc": "this process does not see the rank's GPU" if gpus else "this process has not used a GPU",
         "nccl": "it is used only if it is named: where it cannot connect two GPUs, it fails after the offer",
     }
 

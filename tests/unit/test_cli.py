@@ -52,11 +52,23 @@ def run(*arguments):
     return CliRunner().invoke(cli.app, arguments)
 
 
-def test_the_cpu_build_of_vllm_is_started_by_its_server_module(executed, monkeypatch):
+@pytest.fixture
+def cpu_build(monkeypatch):
+    """vLLM is installed under the name of its CPU build."""
+
     def version(name):
         raise cli.PackageNotFoundError(name)
 
     monkeypatch.setattr(cli, "version", version)
+
+
+def test_a_headless_node_of_the_cpu_build_is_refused_where_a_server_would_start(executed, cpu_build):
+    done = run("serve", "vllm", "m", "--node-rank", "1", "--headless")
+    assert done.exit_code == 1 and "headless" in done.output
+    assert not executed
+
+
+def test_the_cpu_build_of_vllm_is_started_by_its_server_module(executed, cpu_build):
     run("serve", "vllm", "m", "--port", "1")
     module = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert executed[0][0] == [*module, "--model", "m", "--port", "1", "--rl-memory"]

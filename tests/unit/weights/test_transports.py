@@ -89,6 +89,12 @@ def test_the_report_says_why_nothing_between_gpus_was_tried(gpus, monkeypatch, l
     assert "does not see the rank's GPU" in reasons["cuda_ipc"] and "named" in reasons["nccl"]
 
 
+@pytest.mark.parametrize(("gpus", "why"), [({"GPU-b"}, "does not see the rank's GPU"), ({}, "has not used a GPU")])
+def test_a_process_that_has_used_no_gpu_is_not_said_to_lack_the_ranks(gpus, why):
+    """Such as one with all tensors in host memory: to look at the GPUs would take memory on one."""
+    assert why in left_out("auto", "GPU-z", gpus)["cuda_ipc"]
+
+
 @pytest.mark.parametrize("wanted", ["auto", "shm", "tcp"])
 @pytest.mark.parametrize("device", ["cpu:0", "GPU-a"])
 def test_nothing_is_left_out_of_what_is_named_or_of_what_has_no_gpu_or_ours(wanted, device):
