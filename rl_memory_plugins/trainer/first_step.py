@@ -23,11 +23,12 @@ class FirstSteps:
 
     Args:
         adopt: A weak reference to the function, because a copy of an optimiser must not copy the function's owner. The
-            function returns `False` if it must be called again at the next step. Its `RLMemoryError`s are logged: the
+            function gets the optimiser, and no other: another thread may be in a step of that one. It returns `False`
+            if it must be called again at the next step. Its `RLMemoryError`s are logged: the
             step has been applied, and the next sleep adopts the state.
     """
 
-    def __init__(self, adopt: weakref.ReferenceType[Callable[[], bool]]) -> None:
+    def __init__(self, adopt: weakref.ReferenceType[Callable[[torch.optim.Optimizer], bool]]) -> None:
         self._adopt = adopt
         self._hooks: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
 
@@ -47,16 +48,16 @@ class FirstSteps:
             self._hooks.pop(optimizer).remove()
 
 
-def _hook(adopt: weakref.ReferenceType[Callable[[], bool]]) -> Callable[..., None]:
+def _hook(adopt: weakref.ReferenceType[Callable[[torch.optim.Optimizer], bool]]) -> Callable[..., None]:
     done = False
 
-    def adopt_state(*_: Any) -> None:
+    def adopt_state(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         nonlocal done
         if done or is_capturing():
             return
         found = adopt()
         try:
-            done = found is None or found()
+            done = found is None or found(optimizer)
         except RLMemoryError as error:
             done = True
             if error.details.get("in_host_memory_bytes"):  # state that is not there: the next step must not use it

@@ -44,8 +44,30 @@ def tensors_of(target: Target, gradients: bool | None = None) -> Iterator[torch.
             yield from (parameter.grad for parameter in parameters if parameter.grad is not None)
     else:
         found: list[torch.Tensor] = []
-        _collect(target.state if isinstance(target, torch.optim.Optimizer) else target, found)
+        if isinstance(target, torch.optim.Optimizer):
+            _collect([optimizer.state for optimizer in optimizers_in(target)], found)
+        else:
+            _collect(target, found)
         yield from found
+
+
+def optimizers_in(*targets: Target) -> list[torch.optim.Optimizer]:
+    """The optimisers among the targets, and those that these hold: they have the state of torch's
+    `ZeroRedundancyOptimizer`, of accelerate's wrapper, of containers such as torchtitan's, and of optimisers that take
+    steps around those of another.
+    """
+    found: dict[int, torch.optim.Optimizer] = {}  # by id: a weak proxy has no hash
+    waiting: list[Any] = list(targets)
+    while waiting:
+        one = waiting.pop(0)
+        if not isinstance(one, torch.optim.Optimizer) or id(one) in found:
+            continue
+        found[id(one)] = one
+        for name, value in getattr(one, "__dict__", {}).items():
+            if name in ("state", "param_groups", "defaults"):  # have no optimisers, and many entries
+                continue
+            waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return list(found.values())
 
 
 def _collect(value: Any, found: list[torch.Tensor]) -> None:

@@ -33,6 +33,7 @@ from rl_memory_plugins.trainer.held_tensors import (
     check_target,
     has_memory,
     on_accelerator,
+    optimizers_in,
     plain_parts,
     reshard,
     tensors_of,
@@ -159,7 +160,7 @@ class Offloader:
         """
         self._reshard()
         storages = self._found()
-        optimizers = [target for target in self._targets if isinstance(target, torch.optim.Optimizer)]
+        optimizers = optimizers_in(*self._targets)
         parameters = [
             parameter for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]
         ]

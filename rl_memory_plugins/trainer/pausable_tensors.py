@@ -23,7 +23,7 @@ from rl_memory_plugins.records import TagChange
 from rl_memory_plugins.trainer.closed_memories import free_closed
 from rl_memory_plugins.trainer.first_step import FirstSteps
 from rl_memory_plugins.trainer.gpu import is_capturing, with_index
-from rl_memory_plugins.trainer.held_tensors import Target
+from rl_memory_plugins.trainer.held_tensors import Target, optimizers_in
 from rl_memory_plugins.trainer.pause_options import pause_options
 from rl_memory_plugins.trainer.process_groups import groups_of
 from rl_memory_plugins.trainer.sleepers import owned_elsewhere, sleepers
@@ -142,7 +142,7 @@ class PausableTensors:
             except BaseException:
                 self._targets.remove_last(len(targets))
                 raise
-            optimizers = [target for target in targets if isinstance(target, torch.optim.Optimizer)]
+            optimizers = optimizers_in(*targets)
             expected = sum(expected_state_bytes(optimizer, self.device) for optimizer in optimizers)
             self._prepare({tag or OPTIMIZER: expected})
             self._first_steps.watch(optimizers)
@@ -156,19 +156,22 @@ class PausableTensors:
         if not self._manager.is_resident(tag):
             raise StateConflictError(f"the tag {tag} is asleep: wake([{tag!r}]) first", tag=tag)
 
-    def _adopt_state(self) -> bool:
-        """Adopt the state that a first step has made. Returns `False` if a later step must try again."""
+    def _adopt_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Adopt the state that an optimiser's first step has made. Returns `False` if a later step must try again."""
         with self._lock:
             if self._closed:
                 return True
             if self._pending is not None or self._leaves is not None:
                 return False
-            self._adopt_new()
+            self._adopt_new(optimizer)
             return True
 
-    def _adopt_new(self) -> None:
-        """Adopt the tensors of the targets that have no tag, and obtain host memory for their copies in advance."""
-        new = self._targets.without_tag(self.device, self.owned(), self._manager.is_resident, owned_elsewhere(self))
+    def _adopt_new(self, only: torch.optim.Optimizer | None = None) -> None:
+        """Adopt the tensors of the targets, or of one optimiser, that have no tag, and obtain host memory for their
+        copies in advance."""
+        new = self._targets.without_tag(
+            self.device, self.owned(), self._manager.is_resident, owned_elsewhere(self), only
+        )
         if new:
             release_mapped()  # engines may hold the old memory open by CUDA IPC
         for tag, tensors in new.items():

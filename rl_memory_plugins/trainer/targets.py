@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from rl_memory_plugins.trainer.held_tensors import (
     check_target,
     has_memory,
     modules_of,
+    optimizers_in,
     plain_parts,
     reshard,
     tensors_of,
@@ -59,8 +61,8 @@ class Targets:
         return [target for target, own in self._tags if (own or default_tag(target)) == tag]
 
     def tags_of(self, target: Target) -> list[str]:
-        """The tags that have adopted a target."""
-        return [own or default_tag(target) for other, own in self._tags if other is target]
+        """The tags that have adopted a target, or another optimiser which holds it."""
+        return [own or default_tag(target) for other, own in self._tags if _holds(other, target)]
 
     def without_tag(
         self,
@@ -68,6 +70,7 @@ class Targets:
         is_owned: Callable[[int], bool],
         is_awake: Callable[[str], bool],
         is_elsewhere: Callable[[int], bool],
+        only: torch.optim.Optimizer | None = None,
     ) -> dict[str, list[torch.Tensor]]:
         """The tensors to adopt by tag, one of each storage.
 
@@ -76,6 +79,7 @@ class Targets:
             is_owned: Whether an address belongs to a tag already.
             is_awake: Whether a tag is awake. Tensors for sleeping tags are left out.
             is_elsewhere: Whether an address belongs to another memory.
+            only: Look at the state of this optimiser alone.
 
         Raises:
             InvalidRequestError: a tensor is on another device.
@@ -83,7 +87,7 @@ class Targets:
             UnsupportedError: a tensor subclass has neither a storage nor `__tensor_flatten__`.
         """
         found: dict[Any, tuple[str, torch.Tensor]] = {}
-        for tag, tensor in self._new_tensors(is_awake, is_owned):
+        for tag, tensor in self._new_tensors(is_awake, is_owned, only):
             storage = tensor.untyped_storage()
             # A move that failed may have left it empty: this one brings its content back.
             left = 0 if storage.nbytes() else nbytes_left_by_move(storage)
@@ -110,8 +114,8 @@ class Targets:
         return by_tag
 
     def drop_gradients(self, is_owned: Callable[[int], bool]) -> None:
-        """Set the gradients of modules to `None`, except those that belong to a tag."""
-        for parameter in self._parameters():
+        """Set the gradients of modules and of lists of tensors to `None`, except those that belong to a tag."""
+        for parameter in itertools.chain(self._parameters(), self._listed()):
             gradient = parameter.grad
             if gradient is not None and not _any_owned(gradient, is_owned):
                 parameter.grad = None
@@ -133,6 +137,12 @@ class Targets:
         for module in self._modules():
             yield from (parameter for parameter in module._parameters.values() if parameter is not None)
 
+    def _listed(self) -> Iterator[torch.Tensor]:
+        """The tensors of lists and mappings that may have gradients, such as masters."""
+        for target, _ in self._tags:
+            if not isinstance(target, (torch.nn.Module, torch.optim.Optimizer)):
+                yield from (tensor for tensor in tensors_of(target) if tensor.is_leaf)
+
     @property
     def has_modules(self) -> bool:
         """Whether there are modules among the targets."""
@@ -151,10 +161,11 @@ class Targets:
                 yield flat
 
     def _new_tensors(
-        self, is_awake: Callable[[str], bool], is_owned: Callable[[int], bool]
+        self, is_awake: Callable[[str], bool], is_owned: Callable[[int], bool], only: torch.optim.Optimizer | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The plain tensors, with their tags, but most of those that belong to a tag already."""
-        for target, tag in self._tags:
+        chosen = self._tags if only is None else [(only, tag) for target, tag in self._tags if _holds(target, only)]
+        for target, tag in chosen:
             kinds: list[tuple[str, bool]] = [(tag or default_tag(target), False)]
             if isinstance(target, torch.nn.Module):
                 reshard(target)
@@ -190,6 +201,11 @@ def names_of(tags: str | Iterable[str], field: str = "tags") -> list[str]:
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the class is one of `torch.optim`. Others may read their state anywhere, and communicate anywhere."""
     return type(optimizer).__module__.startswith("torch.optim.")
+
+
+def _holds(target: Target, one: Target) -> bool:
+    """Whether it is the target, or an optimiser in it."""
+    return any(other is one for other in [target, *optimizers_in(target)])
 
 
 def _any_owned(tensor: torch.Tensor, is_owned: Callable[[int], bool]) -> bool:

@@ -764,7 +764,7 @@ def test_what_touches_no_tensor_does_not_wait(setup):
     assert is_awake(setup.memory)
     setup.memory.device_memory()
     setup.memory.abort()  # nothing is prepared
-    assert not setup.memory._adopt_state()  # a step of another optimiser ends
+    assert not setup.memory._adopt_state(setup.optimizer)  # a step of another optimiser ends
     assert is_awake(setup.memory)
     setup.gate.set()
     setup.memory.wait()
