@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,3 +64,41 @@ def test_a_sleep_ends_running_requests_with_a_503(server: Server) -> None:
             if unanswered:
                 break
     assert unanswered, "no sleep met a running request"
+
+
+IN_PARTS = """
+    import torch
+    from safetensors.torch import load_file
+    from vllm import PoolingParams
+    from rl_memory_plugins.vllm import LLM
+    from tests.vllm.conftest import engine_options
+
+    llm = LLM(**engine_options(FOLDER), runner="pooling", convert="embed", pooler_config={"task": "token_embed"},
+              max_num_batched_tokens=16, enable_chunked_prefill=True, rl_memory=True)
+    engine = llm.llm_engine
+    prompt = {"prompt_token_ids": [5 + number % 7 for number in range(40)]}
+
+    def rows(between=lambda: None):
+        engine.add_request("0", prompt, PoolingParams(task="token_embed"))
+        assert not engine.step(), "the prompt is not computed in parts"
+        between()
+        while not (done := engine.step()):
+            pass
+        return done[0].outputs.data
+
+    before = rows()
+    weights = load_file(FOLDER + "/model.safetensors")
+    new = [(name, torch.roll(weight, 1)) for name, weight in weights.items()]
+    model = engine.model_executor.driver_worker.worker.model_runner.model
+    during = rows(lambda: model.load_weights(new))
+    after = rows()
+    assert len(before) == len(after) == 40 and not torch.allclose(before, after, atol=1e-3)
+    assert during.shape == after.shape, f"{len(during)} rows for 40 tokens"
+    assert torch.allclose(during, after, atol=1e-5), "rows of the former weights"
+    print("done")
+"""
+
+
+def test_a_prompt_that_is_computed_again_has_one_row_for_each_token(forked_python: Callable[..., str]) -> None:
+    """vLLM's first model runner keeps the rows of the parts before the load, and would put them before the new ones."""
+    assert forked_python(IN_PARTS, VLLM_ENABLE_V1_MULTIPROCESSING="0").endswith("done\n")

@@ -176,6 +176,15 @@ class VllmEngine:
             if not released:  # else it is zeros after the wake
                 self._clear_kv_cache()
                 self._core.rl_memory_has_no_caches = has_none
+        self._drop_pooled_rows()
+
+    def _drop_pooled_rows(self) -> None:
+        """Drop the rows of token-wise pooling that workers keep between two parts of a prompt, of requests that begin
+        again. vLLM's first model runner would put those of the former weights before the new ones."""
+        requests = self._core.scheduler.requests.items()
+        begun_again = [number for number, one in requests if one.pooling_params and one.num_computed_tokens == 0]
+        if begun_again:
+            raise_failures(VllmRanks(self._core.model_executor).call("drop_pooled_rows", requests=begun_again))
 
     def _clear_kv_cache(self) -> None:
         """On a CPU, overwrite the KV cache with zeros: vLLM's attention there multiplies what lies behind a request's
