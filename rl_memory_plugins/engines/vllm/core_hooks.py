@@ -293,13 +293,20 @@ def _end_idle_sessions(core: Any) -> None:
         queued = request.status is RequestStatus.WAITING and request.num_computed_tokens > 0
         return queued or request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
 
-    idle = [number for number, request in core.scheduler.requests.items() if is_idle(request)]
-    if idle:
-        ended = core.scheduler.finish_requests(idle, RequestStatus.FINISHED_ABORTED)
-        if _is_in_caller(core):
-            _hand_out_aborts(core, ended)
-        else:
-            core._send_abort_outputs(ended)
+    end_requests(core, [number for number, request in core.scheduler.requests.items() if is_idle(request)])
+
+
+def end_requests(core: Any, numbers: list[str]) -> None:
+    """End requests as aborted, and tell their callers."""
+    if not numbers:
+        return
+    from vllm.v1.request import RequestStatus
+
+    ended = core.scheduler.finish_requests(numbers, RequestStatus.FINISHED_ABORTED)
+    if _is_in_caller(core):
+        _hand_out_aborts(core, ended)
+    else:
+        core._send_abort_outputs(ended)
 
 
 def reset_caches(core: Any) -> bool:
