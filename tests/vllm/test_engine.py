@@ -14,7 +14,7 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCore, EngineCoreProc
 
 from rl_memory_plugins.engines.vllm.capabilities import capabilities_of
 from rl_memory_plugins.engines.vllm.core import _native_collective_rpc
-from rl_memory_plugins.engines.vllm.core_hooks import VllmEngine, reset_caches
+from rl_memory_plugins.engines.vllm.core_hooks import VllmEngine, VllmRanks, reset_caches
 from rl_memory_plugins.errors import StateConflictError
 from rl_memory_plugins.tags import PauseMode
 
@@ -183,3 +183,32 @@ def test_a_reset_drops_what_was_computed_from_the_weights() -> None:
     )
     reset_caches(core)
     assert dropped == ["prefix", "embeddings"]
+
+
+@pytest.mark.parametrize(("frozen", "dropped"), [(False, ["half", "waiting"]), (True, ["waiting"])])
+def test_pooled_rows_are_dropped_of_requests_that_begin_again(
+    monkeypatch: pytest.MonkeyPatch, frozen: bool, dropped: list[str]
+) -> None:
+    """A frozen request goes on behind its rows."""
+
+    def request(name: str, computed: int, pooling: object) -> Any:
+        return SimpleNamespace(
+            request_id=name, num_computed_tokens=computed, pooling_params=pooling, status=None, block_hashes=[]
+        )
+
+    half, waiting, tokens = request("half", 16, object()), request("waiting", 0, object()), request("tokens", 0, None)
+
+    def preempt_all(**options: bool) -> bool:
+        half.num_computed_tokens = 0
+        return True
+
+    core = SimpleNamespace(
+        scheduler=SimpleNamespace(requests={one.request_id: one for one in (half, waiting, tokens)}),
+        reset_prefix_cache=preempt_all,
+        reset_encoder_cache=lambda: None,
+        model_executor=None,
+    )
+    calls: list[tuple[str, Any]] = []
+    monkeypatch.setattr(VllmRanks, "call", lambda self, method, **given: calls.append((method, given)) or [])
+    VllmEngine(core).reset_caches(frozen=frozen, released=True)
+    assert calls == [("drop_pooled_rows", {"requests": dropped})]

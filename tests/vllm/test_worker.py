@@ -52,6 +52,20 @@ def test_a_wake_refreshes_pointers_and_loses_no_scales(runner: Any, tags: list[T
     assert runner.refreshed == refreshed
 
 
+def test_pooled_rows_of_the_named_requests_are_dropped() -> None:
+    from vllm.v1.pool.metadata import PoolingStates
+
+    requests = {name: SimpleNamespace(pooling_states=PoolingStates()) for name in ("again", "frozen")}
+    for request in requests.values():
+        request.pooling_states.hidden_states_cache.append(torch.zeros(16, 4))
+    requests["tokens"] = SimpleNamespace(pooling_states=None)
+    worker = VllmWorker(SimpleNamespace(model_runner=SimpleNamespace(requests=requests)), RLMemoryConfig())
+    worker._drop_pooled_rows(["again", "tokens", "never scheduled"])
+    assert requests["again"].pooling_states.hidden_states_cache == []
+    assert len(requests["frozen"].pooling_states.hidden_states_cache) == 1
+    VllmWorker(SimpleNamespace(model_runner=SecondRunner()), RLMemoryConfig())._drop_pooled_rows(["again"])
+
+
 class Allocator:
     name = "vmm"
 

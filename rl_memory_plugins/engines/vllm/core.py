@@ -24,6 +24,7 @@ from rl_memory_plugins.engines.vllm.core_hooks import (
     settle,
     worker_here,
 )
+from rl_memory_plugins.engines.vllm.late_interaction import EncodedQueries
 from rl_memory_plugins.engines.vllm.options import config_of, suspends_communicators
 from rl_memory_plugins.errors import RLMemoryError, StateConflictError, UnsupportedError
 from rl_memory_plugins.hooking import Hooks
@@ -59,7 +60,8 @@ def install(hooks: Hooks) -> None:
     hooks.wrap(f"{CORE}.collective_rpc", _native_collective_rpc)
     hooks.wrap(f"{PROCESS}._reject_add_in_shutdown", _refuse_add)
     hooks.wrap(f"{CORE}.add_request", _note_request)
-    for name in ("pause_scheduler", "is_scheduler_paused", "reset_prefix_cache", "reset_encoder_cache"):
+    hooks.wrap(f"{CORE}.reset_encoder_cache", _native_reset_encoder_cache)
+    for name in ("pause_scheduler", "is_scheduler_paused", "reset_prefix_cache"):
         hooks.require(f"{CORE}.{name}")
     core = hooks.require(CORE)
     for name in ON_WEIGHTS:
@@ -84,6 +86,7 @@ def _start_controller(original: Callable[..., Any]) -> Callable[..., Any]:
             capabilities = capabilities_of(self, vllm_config)
             ranks = _ranks(self)
             self.rl_memory_engine = VllmEngine(self, capabilities.modes)
+            self.rl_memory_queries = EncodedQueries()
             self.rl_memory = Controller(
                 ranks,
                 self.rl_memory_engine,
@@ -274,6 +277,12 @@ def _native_set_weight_version(controller: Controller, original: Any, core: Any,
 
 
 @on_enabled()
+def _native_reset_encoder_cache(controller: Controller, original: Callable[..., None], core: Any) -> None:
+    core.rl_memory_queries.forget(core)  # the workers drop theirs with their embeddings of images
+    original(core)
+
+
+@on_enabled()
 def _native_on_weights(
     controller: Controller, original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -390,11 +399,16 @@ def _refuse_add(controller: Controller, original: Callable[..., Any], core: Any,
     notice_loads(core)
     refusal = controller.refusal()
     number = number_in(request.lora_request)
-    if refusal is None and (number is None or controller.adapters.knows(number)):
+    if refusal is not None:
+        reason = refusal.details["reason"]
+    elif number is not None and not controller.adapters.knows(number):
+        reason = REMOVED
+    elif not core.rl_memory_queries.admits(request):
+        reason = ""  # that of a request which a reset has ended
+    else:
         return False
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 
-    reason = REMOVED if refusal is None else refusal.details["reason"]
     output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=REFUSED + reason)
     outputs = EngineCoreOutputs(finished_requests={request.request_id}, outputs=[output])
     core.output_queue.put_nowait((request.client_index, outputs))

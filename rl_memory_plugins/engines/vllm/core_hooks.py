@@ -176,6 +176,15 @@ class VllmEngine:
             if not released:  # else it is zeros after the wake
                 self._clear_kv_cache()
                 self._core.rl_memory_has_no_caches = has_none
+        self._drop_pooled_rows()
+
+    def _drop_pooled_rows(self) -> None:
+        """Drop the rows of token-wise pooling that workers keep between two parts of a prompt, of requests that begin
+        again. vLLM's first model runner would put those of the former weights before the new ones."""
+        requests = self._core.scheduler.requests.items()
+        begun_again = [number for number, one in requests if one.pooling_params and one.num_computed_tokens == 0]
+        if begun_again:
+            raise_failures(VllmRanks(self._core.model_executor).call("drop_pooled_rows", requests=begun_again))
 
     def _clear_kv_cache(self) -> None:
         """On a CPU, overwrite the KV cache with zeros: vLLM's attention there multiplies what lies behind a request's
@@ -284,13 +293,20 @@ def _end_idle_sessions(core: Any) -> None:
         queued = request.status is RequestStatus.WAITING and request.num_computed_tokens > 0
         return queued or request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
 
-    idle = [number for number, request in core.scheduler.requests.items() if is_idle(request)]
-    if idle:
-        ended = core.scheduler.finish_requests(idle, RequestStatus.FINISHED_ABORTED)
-        if _is_in_caller(core):
-            _hand_out_aborts(core, ended)
-        else:
-            core._send_abort_outputs(ended)
+    end_requests(core, [number for number, request in core.scheduler.requests.items() if is_idle(request)])
+
+
+def end_requests(core: Any, numbers: list[str]) -> None:
+    """End requests as aborted, and tell their callers."""
+    if not numbers:
+        return
+    from vllm.v1.request import RequestStatus
+
+    ended = core.scheduler.finish_requests(numbers, RequestStatus.FINISHED_ABORTED)
+    if _is_in_caller(core):
+        _hand_out_aborts(core, ended)
+    else:
+        core._send_abort_outputs(ended)
 
 
 def reset_caches(core: Any) -> bool:

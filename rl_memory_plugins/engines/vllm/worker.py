@@ -235,7 +235,11 @@ class VllmWorker:
                 resident_graphs=self._resident_graphs,
                 filled=self._filled,
                 dummy=lambda model: self._worker.vllm_config.load_config.load_format == "dummy",
-                calls={**nccl_suspend.calls(self._config), "clear_kv_cache": self._clear_kv_cache},
+                calls={
+                    **nccl_suspend.calls(self._config),
+                    "clear_kv_cache": self._clear_kv_cache,
+                    "drop_pooled_rows": self._drop_pooled_rows,
+                },
             )
         return self._agent
 
@@ -286,6 +290,12 @@ class VllmWorker:
         if self.manager.is_resident(Tag.KV_CACHE):
             for block in merge(self._discardable(Tag.KV_CACHE)):
                 memory_view(*block).zero_()  # by all threads: the cache may have hundreds of GiB
+
+    def _drop_pooled_rows(self, requests: list[str]) -> None:
+        known = getattr(self._worker.model_runner, "requests", {})  # the second model runner makes them anew
+        for request in filter(None, map(known.get, requests)):
+            if (states := getattr(request, "pooling_states", None)) is not None:
+                states.clean()
 
     def _after_wake(self, tags: list[Tag]) -> None:
         allocator = self.manager.allocator
