@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import mmap
+import os
 import platform
 import threading
 import time
@@ -135,13 +137,15 @@ class PinnedArena(PagedArena):
         libc.madvise(address, nbytes, mmap.MADV_HUGEPAGE)  # a kernel that lacks either advice ignores it
         libc.madvise(address, nbytes, mmap.MADV_DONTFORK)  # copy-on-write after a fork would move our pages
         prefer_node(address, nbytes, self._node)
-        back: Callable[..., object] = touch if file is None else populate
+        back: Callable[..., int | None] = touch if file is None else populate
         start, locked = 0, 0
         while start < nbytes:
             with step(nbytes - start) as bound:
                 end = start + STEP_BYTES if bound is None else end_of_piece(address + start, bound) - address
                 made = min(end, nbytes) - start
-                back(address + start, made, *self._effort(bound is not None))
+                code = back(address + start, made, *self._effort(bound is not None))
+                if code not in (None, 0, errno.EINVAL):
+                    raise self._refused(nbytes, os.strerror(code))
             start += made
             if bound is not None and self._serves:
                 self._lock_part(address, locked, start)

@@ -10,11 +10,12 @@ import httpx
 import msgspec
 
 from rl_memory_plugins.client import STATUS_S, EngineClient
-from rl_memory_plugins.errors import EngineLostError, NoAnswerError, RLMemoryError, from_record
+from rl_memory_plugins.errors import EngineLostError, NoAnswerError, RLMemoryError, StateConflictError, from_record
 from rl_memory_plugins.extras import needs
 from rl_memory_plugins.ray.actor import About
 from rl_memory_plugins.ray.engines import Generated
 from rl_memory_plugins.trace_context import outgoing
+from rl_memory_plugins.weights.wire import Deadline
 
 with needs("ray"):
     import ray
@@ -30,7 +31,9 @@ RESTART_S = 60.0
 RESTART_POLL_S = 0.5
 
 LEAVE_S = 3.0
-"""How long an engine may take for each of the calls by which it leaves its fleet."""
+"""How long an engine may take for each of the calls by which it leaves its fleet; and may refuse the last of them."""
+
+ASK_AGAIN_S = 0.1
 
 
 class EngineActorHandle(EngineClient):
@@ -125,7 +128,7 @@ class EngineActorHandle(EngineClient):
         """
         try:
             self.result(self.actor.leave.remote(), LEAVE_S)
-            self.sleep(0, timeout_s=LEAVE_S)
+            self._pause(Deadline(LEAVE_S))
             return
         except RLMemoryError:
             pass
@@ -135,6 +138,17 @@ class EngineActorHandle(EngineClient):
         except RLMemoryError:
             pass  # cannot be reached
         self.end()
+
+    def _pause(self, deadline: Deadline) -> None:
+        """Admit nothing. An update that breaks off refuses that for a moment, and opens the engine behind it."""
+        while True:
+            try:
+                self.sleep(0, timeout_s=LEAVE_S)
+                return
+            except StateConflictError:
+                if deadline.remaining() <= ASK_AGAIN_S:
+                    raise
+            time.sleep(ASK_AGAIN_S)
 
     def end(self) -> None:
         """End the actor, also one that cannot be reached from here. Ray restarts it, without an engine."""

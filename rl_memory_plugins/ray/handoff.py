@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -26,7 +26,9 @@ class Fleet(Protocol):
 
     def updated_to(self, weight_version: str) -> None: ...
 
-    def failed_to(self, weight_version: str, error: RLMemoryError) -> None: ...
+    def failed_to(
+        self, weight_version: str, error: BaseException, engines: Sequence[EngineActorHandle] = ()
+    ) -> None: ...
 
 
 class FleetHandoff(RolloutHandoff):
@@ -55,14 +57,16 @@ class FleetHandoff(RolloutHandoff):
             report: A report to extend.
         """
         with self._fleet.turn:
-            self.engines = list(self._fleet.present())
+            present = self._fleet.present()
+            self.engines = list(present)
             version = self._fleet.next_version(weight_version)
             report = report or self._new_report()
             before = report.failed
             try:
                 super().sync(version, report)
-            except RLMemoryError as error:
-                self._fleet.failed_to(version, error)
+            except BaseException as error:
+                if isinstance(error, RLMemoryError) or not report.update:  # else all have the weights, or are named
+                    self._fleet.failed_to(version, error, present)
                 raise
             finally:
                 if report.update:  # also if a later step fails: some engines have the new weights

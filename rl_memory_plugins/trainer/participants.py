@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rl_memory_plugins.errors import RLMemoryError, StateConflictError
+from rl_memory_plugins.errors import RLMemoryError, StateConflictError, from_record
 from rl_memory_plugins.timing import LONGEST_S
 from rl_memory_plugins.trainer.engine_handle import EngineHandle, on_all
 from rl_memory_plugins.trainer.outcomes import (
@@ -191,10 +191,14 @@ def closed(engine: EngineHandle, patience_s: float | None = None) -> dict[str, A
     while True:
         refusal: RLMemoryError | None = None
         try:
-            engine.sleep(level=0)
+            answer = engine.sleep(level=0)
         except RLMemoryError as error:
-            refusal = error
+            answer, refusal = None, error
         state = state_of(engine)
+        for one in behind_relay(answer, 0, 0):  # a relay fails only if all of its engines do
+            refused = from_record(one.error or {})
+            if isinstance(refused, StateConflictError) or (state is not None and state["admitting"]):
+                refusal = refused
         if refusal is None or state is None:
             return state
         # An update that breaks off before its first byte ends with the former weights, and opens the engine again. So

@@ -67,8 +67,8 @@ class Relay:
     those that the update does not reach. What a relay has closed it opens, if not behind this update, then behind the
     next that reaches the engine; what a caller has closed through the relay is the caller's to open.
 
-    For a relay that starts, these engines have missed an update: those that are paused; those that are closed, if
-    engines have different versions; and those that have not told their state yet.
+    For a relay that starts, these engines have missed an update: those that are paused; those that are closed, until
+    all engines have told the same version; and those that have not told their state yet.
 
     Args:
         engines: The engines; see `RolloutHandoff`.
@@ -91,6 +91,7 @@ class Relay:
         everywhere = range(len(self._engines))
         self._untold = set(everywhere)  # have not told how a relay before this one has left them
         self._behind = set(everywhere)  # have missed an update that others have got; see `_left_behind`
+        self._versions: dict[int, Any] = {}  # those that engines have told; see `_left_behind`
         self._to_open = set(everywhere)  # were closed by a relay, and not yet opened again
         self._updating = threading.Lock()
 
@@ -137,8 +138,11 @@ class Relay:
             raise next(iter(errors.values()))
 
         def wake(place: int) -> Any:
+            # An update may have ended without the engine since the relay asked.
+            if opens and place in self._behind:
+                raise missed
             answer = self._engines[place].wake_up(tags)
-            if place in behind:  # open now, if these tags were all that slept
+            if place in self._behind:  # open now, if these tags were all that slept
                 kept_closed(self._engines[place])
             return answer
 
@@ -149,18 +153,29 @@ class Relay:
 
     def _left_behind(self, timeout_s: float = STATE_S) -> set[int]:
         """The engines that no `wake_up` opens. A relay before this one may have died with engines that are behind."""
-        if self._untold:
-            found = self._asked(timeout_s)
-            versions = {state["weight_version"] for state in found if isinstance(state, dict)}
-            for place in sorted(self._untold):
-                state = found[place]
-                if isinstance(state, RLMemoryError) or (state is not None and state["reason"] == "updating"):
-                    continue
+        closed: list[int] = []
+        for place, state in enumerate(self._asked(timeout_s) if self._untold else ()):
+            if isinstance(state, RLMemoryError) or (state is not None and state["reason"] == "updating"):
+                continue
+            self._versions[place] = state and state["weight_version"]
+            if place not in self._untold:
+                continue
+            if state is None or state["admitting"]:
+                self._is_like_others(place)
+            elif state["reason"] == "paused":
                 self._untold.discard(place)
-                if state is None or state["admitting"] or (state["reason"] != "paused" and len(versions) < 2):
-                    self._behind.discard(place)
-                    self._to_open.discard(place)
+            else:
+                closed.append(place)
+        # An engine that is silent may have newer weights than one that is closed.
+        if len(self._versions) == len(self._engines) and len(set(self._versions.values()) - {None}) < 2:
+            for place in closed:
+                self._is_like_others(place)
         return set(self._behind)
+
+    def _is_like_others(self, place: int) -> None:
+        """An engine has missed no update."""
+        for places in (self._untold, self._behind, self._to_open):
+            places.discard(place)
 
     def states(self) -> list[dict[str, Any] | None]:
         """`EngineClient.weights_state` of each engine; `None` for one that does not tell."""

@@ -157,9 +157,10 @@ def test_an_engine_that_missed_an_update_is_left_out_also_if_the_update_fails_in
     assert_serve(fleet, "3", tensors, 4, 5, 6)
 
 
+@pytest.mark.parametrize("call", ["update", "handoff"])
 @pytest.mark.parametrize("times", [1, 2])
 def test_all_engines_leave_after_an_interrupted_update_and_come_back_alike(
-    fleet: Any, monkeypatch: pytest.MonkeyPatch, times: int
+    fleet: Any, monkeypatch: pytest.MonkeyPatch, times: int, call: str
 ) -> None:
     """One has the new weights, the others would serve the former ones. The second interrupt comes while they leave."""
     tensors, leaving, end = checkpoint(4), threading.Event(), threading.Event()
@@ -177,11 +178,15 @@ def test_all_engines_leave_after_an_interrupted_update_and_come_back_alike(
             leave(engine)
 
     leave = Engine.leave
-    monkeypatch.setattr(fleet_module, "push_from_all", interrupted)
+    monkeypatch.setattr({"update": fleet_module, "handoff": handoff_module}[call], "push_from_all", interrupted)
     if times == 2:
         monkeypatch.setattr(Engine, "leave", hangs)
     with interrupts(leaving) if times == 2 else nullcontext(), pytest.raises(KeyboardInterrupt):
-        fleet.update(tensors, "4", **OPTIONS)
+        if call == "update":
+            fleet.update(tensors, "4", **OPTIONS)
+        else:
+            with fleet.handoff(tensors, level=1, **OPTIONS).training("4"):
+                pass
     monkeypatch.undo()
     assert_serve(fleet, "4", tensors)
     end.set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from helpers import interrupts, refuse_threads
 
 from integration.waiting import wait_until
+from rl_memory_plugins.errors import HostMemoryError
 from rl_memory_plugins.memory import arena as arena_module
 from rl_memory_plugins.memory import copies, pinned, preparation
 from rl_memory_plugins.memory.allocator import Block
@@ -481,3 +483,14 @@ def test_a_shared_file_is_freed_at_once_because_a_sleep_may_want_the_lock_of_who
         assert driver.locked == {} and pauses == []
     finally:
         os.close(fd)
+
+
+def test_pages_of_a_file_that_the_kernel_refuses_are_a_typed_error(arena, monkeypatch):
+    """A copy would end the process at the first of them."""
+    monkeypatch.setattr(pinned, "populate", lambda *part: errno.ENOMEM)
+    file = File(os.memfd_create("shared"), is_new=True)
+    os.ftruncate(file.fd, 8 * MiB)
+    with pytest.raises(HostMemoryError, match="Cannot allocate memory"):
+        arena.map_file(file, 8 * MiB)
+    os.close(file.fd)
+    assert arena.held_bytes == 0

@@ -10,6 +10,8 @@ from toys import checkpoint, loaded
 
 from rl_memory_plugins.errors import (
     DeviceMemoryError,
+    EngineFaultError,
+    EngineLostError,
     InvalidRequestError,
     RLMemoryError,
     StateConflictError,
@@ -17,6 +19,7 @@ from rl_memory_plugins.errors import (
 )
 from rl_memory_plugins.trainer import AsyncRolloutHandoff, EngineFailure, RolloutHandoff, participants
 from rl_memory_plugins.trainer.outcomes import state_of
+from rl_memory_plugins.trainer.relay import Relay
 
 
 def goes_on(engines=3, **options):
@@ -135,6 +138,42 @@ def test_a_call_that_hangs_at_an_engine_that_was_left_out_does_not_hold_up_the_o
 
     engine.sleep = refuse
     assert participants.closed(engine, 0.3)["reason"] == "asleep"
+
+
+def refuses_to_sleep(engine, times, error):
+    sleep, left = engine.sleep, list(range(times))
+
+    def refuse(*args, **options):
+        if left:
+            left.pop()
+            raise error
+        sleep(*args, **options)
+
+    engine.sleep = refuse
+
+
+def test_a_relay_that_is_left_out_is_closed_once_all_of_its_engines_are():
+    engines = [ToyEngine(), ToyEngine(first_device=1)]
+    refuses_to_sleep(engines[1], 3, StateConflictError("another call runs"))
+    participants.closed(Relay(engines))
+    assert not any(engine.open for engine in engines)
+
+
+def test_a_relay_of_an_engine_that_cannot_be_closed_is_an_error_as_that_engine_would_be():
+    engines = [ToyEngine(), ToyEngine(first_device=1)]
+    refuses_to_sleep(engines[1], 1000, EngineFaultError("no"))
+    with pytest.raises(StateConflictError, match="cannot be closed"):
+        participants.closed(Relay(engines), 0.3)
+
+
+def test_a_dead_engine_behind_a_relay_whose_others_sleep_holds_nothing_up():
+    engines = [ToyEngine(), ToyEngine(first_device=1)]
+    engines[0].sleep(1)
+    refuses_to_sleep(engines[1], 2, EngineLostError("has died"))
+    engines[1].awake.clear()
+    assert not participants.closed(Relay(engines))["admitting"]
+    with pytest.raises(EngineLostError):  # it was asked once
+        engines[1].sleep(0)
 
 
 def test_an_engine_that_fails_in_its_last_wake_has_the_new_weights():

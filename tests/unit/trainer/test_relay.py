@@ -565,6 +565,63 @@ def test_a_new_relay_opens_no_engine_that_has_missed_an_update_and_sleeps():
     assert all(engine.open for engine in engines)
 
 
+def silent_once(engine):
+    """It tells its state late: not at the first call."""
+    tell = engine.weights_state
+
+    def late():
+        engine.weights_state = tell
+        raise NoAnswerError("no answer")
+
+    engine.weights_state = late
+
+
+def test_a_new_relay_opens_no_sleeping_engine_beside_one_that_is_silent_and_may_be_newer():
+    engines, _ = behind(level=1)
+    silent_once(engines[0])
+    again = Relay(engines, bucket_bytes=512)
+    for _ in range(2):
+        with pytest.raises(StateConflictError, match="has not reached"):
+            again.wake_up()
+        assert not any(engine.open for engine in engines)
+    again.wake_up(["weights"])
+    push_from_all(again, checkpoint(3), **OPTIONS)
+    again.wake_up()
+    assert all(engine.open for engine in engines)
+
+
+def test_a_new_relay_wakes_engines_that_sleep_with_the_same_weights_once_all_have_told():
+    engines, one = host(3)
+    push_from_all(one, checkpoint(1), weight_version="1", **OPTIONS)
+    one.sleep(1)
+    silent_once(engines[0])
+    again = Relay(engines)
+    with pytest.raises(StateConflictError, match="has not reached"):
+        again.wake_up()
+    silent_once(engines[1])  # it has told its version before
+    assert [failure["engine"] for failure in again.wake_up()["failed"]] == [1]
+    assert again.wake_up() == {"failed": []}
+    assert all(engine.open for engine in engines)
+
+
+def test_a_wake_opens_no_engine_that_an_update_beside_it_has_not_reached(monkeypatch):
+    engines, one = behind()
+    kept_closed, updates = relay.kept_closed, [checkpoint(3)]
+
+    def beside(engine):
+        if updates:
+            engines[0].fail["post_update"] = StateConflictError("busy")
+            push_from_all(one, updates.pop(), weight_version="3", **OPTIONS)
+        return kept_closed(engine)
+
+    monkeypatch.setattr(relay, "kept_closed", beside)
+    with pytest.raises(StateConflictError, match="has not reached"):
+        one.wake_up()
+    assert [engine.version for engine in engines] == ["2", "3"] and not engines[0].open
+    assert [failure["engine"] for failure in one.wake_up()["failed"]] == [0]
+    assert [engine.open for engine in engines] == [False, True]
+
+
 def test_a_new_relay_wakes_engines_that_sleep_with_the_same_weights():
     engines, one = host(2)
     push_from_all(one, checkpoint(1), weight_version="1", **OPTIONS)
