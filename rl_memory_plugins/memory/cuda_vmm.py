@@ -20,7 +20,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,10 +102,21 @@ class CudaVmmAllocator(Allocator):
 
     # -- regions ------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def region(self, tag: str) -> Iterator[None]:
+    def region(self, tag: str) -> AbstractContextManager[None]:
         """See `Allocator.region`. A CUDA graph that is captured inside uses its own pool, unless the capture names
-        `pool_id(tag)`."""
+        `pool_id(tag)`.
+
+        Raises:
+            UnsupportedError: other code has changed torch's settings, and torch no longer calls the allocator.
+        """
+        # Other code may have set options since, which resets those that it omits. In a capture the probe would join it.
+        if not torch.cuda.is_current_stream_capturing() and not has_torch_option(_RELEASES_LOCK):
+            set_torch_option(_RELEASES_LOCK, True)
+            self._require_custom_pools()
+        return self._region(tag)
+
+    @contextmanager
+    def _region(self, tag: str) -> Iterator[None]:
         with self._regions.lock:
             self._regions.open += 1
             self._known_unused.clear()
@@ -275,9 +286,6 @@ class CudaVmmAllocator(Allocator):
         return self._residual(self._segments.by_pool(), {pool_key(pool) for pool in pools}, resident)
 
     def adopt(self, tag: str, tensors: Iterable[Any]) -> None:
-        if not has_torch_option(_RELEASES_LOCK):  # other code has set options since, which resets those that it omits
-            set_torch_option(_RELEASES_LOCK, True)
-            self._require_custom_pools()
         move_storages(self, tag, tensors)
 
     def _live(self, tag: str) -> list[_Mapping]:
@@ -347,7 +355,7 @@ class CudaVmmAllocator(Allocator):
         )
 
     def _is_used_by_torch(self) -> bool:
-        with self.region(Tag.RUNTIME):
+        with self._region(Tag.RUNTIME):  # `region` would probe again
             probe = torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", self.index))
             address = probe.data_ptr()
             used = any(block.address <= address < block.end for block in self.blocks(Tag.RUNTIME))
