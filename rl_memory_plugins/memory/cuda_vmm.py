@@ -117,10 +117,11 @@ class CudaVmmAllocator(Allocator):
 
     @contextmanager
     def _region(self, tag: str) -> Iterator[None]:
-        with self._regions.lock:
-            self._regions.open += 1
-            self._known_unused.clear()
+        region = object()
         try:
+            with self._regions.lock:
+                self._regions.open.add(region)
+                self._known_unused.clear()
             with self._lock:
                 pool = self._idle_pools[tag].pop() if self._idle_pools[tag] else None
             if pool is None:
@@ -131,8 +132,7 @@ class CudaVmmAllocator(Allocator):
             finally:
                 self._return_pool(tag, pool)
         finally:
-            with self._regions.lock:
-                self._regions.open -= 1
+            self._regions.open.discard(region)
 
     def pool_id(self, tag: str = Tag.CUDA_GRAPH) -> tuple[int, int]:
         """The identifier of a pool for `torch.cuda.graph(pool=…)`. Its memory belongs to `tag`.
@@ -254,10 +254,11 @@ class CudaVmmAllocator(Allocator):
         with self._regions.lock:
             if tag in self._known_unused:
                 return self._known_unused[tag]
+            all_closed = not self._regions.open  # a region may close meanwhile
             with self._lock:
                 pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not the pools of open regions
             unused = [block for segment in self._segments.of(pools) for block in segment.unused]
-            if not self._regions.open:
+            if all_closed:
                 self._known_unused[tag] = unused
             return unused
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import InterruptedLock
 
 from rl_memory_plugins.errors import UnsupportedError
 from rl_memory_plugins.memory import cuda_vmm, torch_settings
@@ -104,3 +107,32 @@ def test_the_probe_of_a_region_needs_no_probe(gpu, vmm, monkeypatch):
     del vmm._is_used_by_torch  # the real one
     with vmm.region("masters"):
         assert gpu.settings[-1] == OURS
+
+
+def test_an_interrupt_at_the_lock_leaves_no_region_open(vmm):
+    regions = vmm._regions
+    for at in itertools.count():
+        regions.lock = InterruptedLock(threading.Lock(), at)
+        with suppress(KeyboardInterrupt), vmm.region("masters"):
+            assert regions.open
+        assert not regions.open, at
+        if not regions.lock.interrupted:
+            break
+    assert at >= 2
+
+
+def test_what_is_unused_is_not_kept_of_pools_whose_region_closes_meanwhile(vmm):
+    """Its pool is not among those that were read."""
+    region, read = ExitStack(), []
+    vmm._retired_pools = defaultdict(list)
+
+    def of(pools):
+        read.append(len(pools))
+        region.close()
+        return [SimpleNamespace(unused=("block",)) for _ in pools]
+
+    vmm._segments = SimpleNamespace(of=of)
+    region.enter_context(vmm.region("masters"))
+    assert vmm.unused("masters") == []
+    assert vmm.unused("masters") == vmm.unused("masters") == ["block"]
+    assert read == [0, 1]
