@@ -20,7 +20,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,14 +102,26 @@ class CudaVmmAllocator(Allocator):
 
     # -- regions ------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def region(self, tag: str) -> Iterator[None]:
+    def region(self, tag: str) -> AbstractContextManager[None]:
         """See `Allocator.region`. A CUDA graph that is captured inside uses its own pool, unless the capture names
-        `pool_id(tag)`."""
-        with self._regions.lock:
-            self._regions.open += 1
-            self._known_unused.clear()
+        `pool_id(tag)`.
+
+        Raises:
+            UnsupportedError: other code has changed torch's settings, and torch no longer calls the allocator.
+        """
+        # Other code may have set options since, which resets those that it omits. In a capture the probe would join it.
+        if not torch.cuda.is_current_stream_capturing() and not has_torch_option(_RELEASES_LOCK):
+            set_torch_option(_RELEASES_LOCK, True)
+            self._require_custom_pools()
+        return self._region(tag)
+
+    @contextmanager
+    def _region(self, tag: str) -> Iterator[None]:
+        region = object()
         try:
+            with self._regions.lock:
+                self._regions.open.add(region)
+                self._known_unused.clear()
             with self._lock:
                 pool = self._idle_pools[tag].pop() if self._idle_pools[tag] else None
             if pool is None:
@@ -120,8 +132,7 @@ class CudaVmmAllocator(Allocator):
             finally:
                 self._return_pool(tag, pool)
         finally:
-            with self._regions.lock:
-                self._regions.open -= 1
+            self._regions.open.discard(region)
 
     def pool_id(self, tag: str = Tag.CUDA_GRAPH) -> tuple[int, int]:
         """The identifier of a pool for `torch.cuda.graph(pool=…)`. Its memory belongs to `tag`.
@@ -243,10 +254,11 @@ class CudaVmmAllocator(Allocator):
         with self._regions.lock:
             if tag in self._known_unused:
                 return self._known_unused[tag]
+            all_closed = not self._regions.open  # a region may close meanwhile
             with self._lock:
                 pools = [*self._idle_pools[tag], *self._retired_pools[tag]]  # not the pools of open regions
             unused = [block for segment in self._segments.of(pools) for block in segment.unused]
-            if not self._regions.open:
+            if all_closed:
                 self._known_unused[tag] = unused
             return unused
 
@@ -275,9 +287,6 @@ class CudaVmmAllocator(Allocator):
         return self._residual(self._segments.by_pool(), {pool_key(pool) for pool in pools}, resident)
 
     def adopt(self, tag: str, tensors: Iterable[Any]) -> None:
-        if not has_torch_option(_RELEASES_LOCK):  # other code has set options since, which resets those that it omits
-            set_torch_option(_RELEASES_LOCK, True)
-            self._require_custom_pools()
         move_storages(self, tag, tensors)
 
     def _live(self, tag: str) -> list[_Mapping]:
@@ -347,7 +356,7 @@ class CudaVmmAllocator(Allocator):
         )
 
     def _is_used_by_torch(self) -> bool:
-        with self.region(Tag.RUNTIME):
+        with self._region(Tag.RUNTIME):  # `region` would probe again
             probe = torch.empty(1, dtype=torch.uint8, device=torch.device("cuda", self.index))
             address = probe.data_ptr()
             used = any(block.address <= address < block.end for block in self.blocks(Tag.RUNTIME))

@@ -105,12 +105,13 @@ class HostAllocator(Allocator):
         regions: list[tuple[HostAllocator, str]] = _open.__dict__.setdefault("regions", [])
         # One recorder for each thread: of nested recorders each would see every operator, the outer first.
         recorder = nullcontext() if regions else _Recorder()
-        regions.append((self, tag))
+        outer = len(regions)
         try:
+            regions.append((self, tag))
             with recorder:
                 yield
         finally:
-            regions.pop()
+            del regions[outer:]  # also if an interrupt came before or behind `append`
 
     def adopt(self, tag: str, tensors: Iterable[Any]) -> None:
         """Assign the storages of existing CPU tensors to `tag`."""

@@ -27,16 +27,17 @@ class RegionStack(threading.local):
         Args:
             activate: Returns a new context that directs allocations to the region. Called at each entry.
         """
-        self._active.close()
-        self._open.append(activate)
+        outer = len(self._open)
         try:
+            self._active.close()
+            self._open.append(activate)
             self._active.enter_context(activate())
             yield
         finally:
             try:
                 self._active.close()
             finally:
-                self._open.pop()
+                del self._open[outer:]  # also if an interrupt came before or behind `append`
                 if self._open:
                     self._active.enter_context(self._open[-1]())
 
@@ -49,14 +50,15 @@ class DeviceRegions:
 
     Attributes:
         stack: The regions of this thread.
-        lock: Guards `open`. Held while a pool is destroyed.
-        open: How many regions are open, in all threads.
+        lock: Held while a region opens, and while a pool is destroyed.
+        open: An object for each open region, in all threads. A region that closes waits for no lock: an interrupt of
+            the wait would leave it open for ever.
     """
 
     def __init__(self) -> None:
         self.stack = RegionStack()
         self.lock = threading.Lock()
-        self.open = 0
+        self.open: set[object] = set()
 
 
 _devices: dict[int, DeviceRegions] = {}

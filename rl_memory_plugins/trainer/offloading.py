@@ -197,10 +197,14 @@ class Offloader:
         for storage, copy in copies.items():
             copy.content.copy_(bytes_of(storage), non_blocking=True)
         _synchronize(storages)
-        host_copies.update(copies)
-        self._storages.update(storages)
-        for storage in storages:
-            storage.resize_(0)
+        try:
+            host_copies.update(copies)
+            self._storages.update(storages)
+            for storage in storages:
+                storage.resize_(0)
+        except BaseException:
+            to_its_end(lambda: _forget_copies_of_present(storages))
+            raise
         free_closed()
         return Moved(sum(copy.content.nbytes for copy in copies.values()), time.perf_counter() - start)
 
@@ -281,6 +285,13 @@ class Offloader:
         for target in self._targets:
             for tensor in tensors_of(target, self._gradients):
                 yield from plain_parts(tensor)
+
+
+def _forget_copies_of_present(storages: Iterable[Any]) -> None:
+    """Training may go on with what has not been emptied: no load and no source may take the copy for its content."""
+    for storage in storages:
+        if storage.nbytes():
+            host_copies.pop(storage, None)
 
 
 def _take_back(copies: Mapping[Any, Any]) -> None:

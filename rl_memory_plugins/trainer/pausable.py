@@ -109,7 +109,7 @@ class PausableMemory(PausableTensors):
         with self._lock:
             requested = self._begin(tags)
             chosen = [tag for tag in requested if self._manager.is_resident(tag)]
-            opened = [tag for tag in chosen if self._regions[tag]]
+            opened = [tag for tag in chosen if self._regions.get(tag)]
             if opened:
                 raise StateConflictError(f"regions of {', '.join(opened)} are open: leave them first", tags=opened)
             self._first_steps.forget_done()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -82,7 +81,7 @@ class PausableTensors:
         self._first_steps = FirstSteps(weakref.WeakMethod(self._adopt_state))
         self._hooks = StateHooks(weakref.WeakMethod(self._before_use))
         self._prepared: set[str] = set()  # tags for whose copies host memory has been asked for
-        self._regions: Counter[str] = Counter()  # the open regions by tag
+        self._regions: dict[str, set[object]] = {}  # the open regions of each tag that has had one
         self._pending: Pending | None = None
         self._leaves: Beside[None] | None = None  # commits a sleep; whoever touches tensors or the manager waits for it
         self._has_left = False  # what `_leaves` has committed; it may still run what follows
@@ -104,15 +103,16 @@ class PausableTensors:
         Raises:
             StateConflictError: the tag is asleep, or a sleep or wake is prepared.
         """
-        with self._lock:
-            self._open(tag)
-            self._regions[tag] += 1
+        region, regions = object(), set[object]()
         try:
+            with self._lock:
+                self._open(tag)
+                regions = self._regions.setdefault(tag, regions)
+                regions.add(region)
             with self._allocator.region(tag):
                 yield
         finally:
-            with self._lock:
-                self._regions[tag] -= 1
+            regions.discard(region)  # without the lock: an interrupt of a wait would leave the region open for ever
 
     def adopt(self, *targets: Target, tag: str | None = None) -> None:
         """Adopt the tensors of these targets, now and at each later sleep. Tensors that have a tag keep it.

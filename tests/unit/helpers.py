@@ -186,6 +186,28 @@ def interrupts(begin: threading.Event, times: int = 1) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, former)
 
 
+class InterruptedLock:
+    """A lock. The given wait for it, or end of its use, is interrupted; both are counted."""
+
+    def __init__(self, lock: Any, at: int) -> None:
+        self._lock, self._at, self._count = lock, at, 0
+        self.interrupted = False
+
+    def _step(self) -> None:
+        self.interrupted |= self._count == self._at
+        self._count += 1
+        if self._count == self._at + 1:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> None:
+        self._step()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+        self._step()
+
+
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for a condition in an event loop. Raises `TimeoutError` after some 20 s."""
     for _ in range(4000):

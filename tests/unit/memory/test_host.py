@@ -232,3 +232,21 @@ def test_compiled_code_runs_inside_a_region():
     with allocator.region(Tag.WEIGHTS):
         result = compiled(torch.zeros(N))
     assert result.eq(1).all()
+
+
+def test_an_interrupt_while_a_region_opens_leaves_none_open():
+    class Interrupted(list):
+        def append(self, item):
+            super().append(item)
+            raise KeyboardInterrupt
+
+    allocator = HostAllocator()
+    host._open.regions = Interrupted()
+    try:
+        with pytest.raises(KeyboardInterrupt), allocator.region(Tag.WEIGHTS):
+            pass
+    finally:
+        host._open.regions = list(host._open.regions)
+    with allocator.region(Tag.KV_CACHE):
+        tensor = torch.zeros(N)
+    assert covered(allocator, tensor, Tag.KV_CACHE)

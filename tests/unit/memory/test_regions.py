@@ -77,3 +77,22 @@ def test_threads_do_not_see_each_others_regions():
         thread.start()
         thread.join()
     assert seen == ["a", "b"]
+
+
+def test_an_interrupt_while_a_region_opens_leaves_the_outer_one_active():
+    class Interrupted(list):
+        def append(self, item):
+            super().append(item)
+            raise KeyboardInterrupt
+
+    pools, stack = Pools(), RegionStack()
+    with stack.enter(pools.use("a")):
+        stack._open = Interrupted(stack._open)
+        with pytest.raises(KeyboardInterrupt), stack.enter(pools.use("b")):
+            pass
+        stack._open = list(stack._open)
+        assert pools.active == ["a"]
+        with stack.enter(pools.use("c")):
+            assert pools.active == ["c"]
+        assert pools.active == ["a"]
+    assert pools.active == []

@@ -2,11 +2,14 @@
 
 import itertools
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import InterruptedLock, interrupts
 from test_leaving import Behind
 from test_pausable import Paged, adamw, states, tensors_in
 
@@ -17,6 +20,7 @@ from rl_memory_plugins.trainer import PausableMemory
 ROOT = Path(rl_memory_plugins.__file__).parent
 FILES = (
     "trainer/pausable.py",
+    "trainer/pausable_tensors.py",
     "trainer/process_groups.py",
     "memory/arena.py",
     "memory/backup.py",
@@ -69,7 +73,13 @@ def leave_behind(memory):
     memory.wait()
 
 
+def open_region(memory):
+    with memory.region("parameters"):
+        pass
+
+
 CALLS = {
+    "region": open_region,
     "sleep": PausableMemory.sleep,
     "wake": PausableMemory.wake,
     "wake late": lambda memory: (memory.wake(wait=False), memory.wait()),
@@ -99,9 +109,45 @@ def test_an_interrupt_leaves_a_memory_that_sleeps_and_wakes(call):
         assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True)), at
         memory.sleep()
         assert states(memory)["parameters"] == states(memory)["optimizer"] == "preserved", at
-    assert at > 10
+    assert at > 8
     memory.close()
     assert all(torch.equal(*pair) for pair in zip(kept, expected, strict=True))
+
+
+def test_an_interrupt_at_the_lock_leaves_no_region_open(monkeypatch):
+    memory = PausableMemory()
+    for at in itertools.count():
+        lock = InterruptedLock(memory._lock, at)
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "_lock", lock)
+            with suppress(KeyboardInterrupt), memory.region("mine"):
+                pass
+        memory.sleep()  # would be refused if a region were open
+        memory.wake()
+        if not lock.interrupted:
+            break
+    assert at >= 2
+
+
+def test_a_region_closes_while_another_thread_works_for_long():
+    """So no interrupt can come while it waits for that."""
+    memory = PausableMemory()
+    held, enough = threading.Event(), threading.Event()
+
+    def work():
+        with memory._lock:
+            held.set()
+            enough.wait(60)
+
+    worker = threading.Thread(target=work)
+    with interrupts(held), suppress(KeyboardInterrupt):
+        with memory.region("mine"):
+            worker.start()
+            held.wait(60)
+        time.sleep(10)
+    enough.set()
+    worker.join()
+    memory.sleep()
 
 
 @pytest.mark.parametrize("within", ["sleep", "wake"])

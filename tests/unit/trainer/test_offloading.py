@@ -256,6 +256,43 @@ def test_a_load_that_breaks_off_leaves_the_content_in_host_memory(monkeypatch, f
     assert at > 1
 
 
+def test_an_interrupted_offload_does_not_revert_what_is_trained_afterwards(monkeypatch):
+    methods = [(type(host_copies), "update"), (weakref.WeakSet, "update"), (torch.UntypedStorage, "resize_")]
+    for at in itertools.count():
+        model, calls = Tied(), itertools.count()
+        offloader = Offloader(model, moves=everything)
+
+        def interrupted(method, at=at, calls=calls):
+            def run(*arguments):
+                method(*arguments)
+                if next(calls) == at:
+                    raise KeyboardInterrupt
+
+            return run
+
+        with monkeypatch.context() as patch:
+            for owner, name in methods:
+                patch.setattr(owner, name, interrupted(getattr(owner, name)))
+            try:
+                offloader.offload()
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        present = {name: tensor.detach() for name, tensor in tensors if tensor.untyped_storage().nbytes()}
+        for tensor in present.values():
+            tensor.add_(1)
+            assert host_view(tensor) is tensor
+        expected = {**whole(Tied()), **{name: tensor.clone() for name, tensor in present.items()}}
+        offloader.load()
+        same(whole(model), expected)
+        offloader.offload()
+        offloader.load()
+        same(whole(model), expected)
+    assert at > 3
+
+
 def test_an_interrupt_behind_a_load_leaves_each_tensor_here_or_there(monkeypatch):
     model = Tied()
     expected = whole(model)
