@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +38,19 @@ POLL_S = 0.1
 ROUNDING_BYTES = 512  # of torch's caching allocator
 
 
-def move_storages(allocator: Allocator, tag: str, tensors: Iterable[Any]) -> None:
+def move_storages(
+    allocator: Allocator,
+    tag: str,
+    tensors: Iterable[Any],
+    region: Callable[[str], AbstractContextManager[None]] | None = None,
+) -> None:
     """Move the tensors' storages into the region of `tag`. Each tensor has a storage of its own.
 
     A storage is emptied and allocated again, so all tensors and views that share it stay valid. A storage that an
     earlier move has left empty gets its content back.
+
+    Args:
+        region: Opens the region of a tag, for each group of storages; `allocator.region` by default.
 
     Raises:
         UnsupportedError: torch cannot resize a storage, e.g. of memory that other code owns; nothing was moved.
@@ -57,11 +65,13 @@ def move_storages(allocator: Allocator, tag: str, tensors: Iterable[Any]) -> Non
     for group in in_groups({storage: _nbytes(storage) for storage in storages}):
         allocator.device.trim(GROUP_BYTES)  # torch does not give its cache to a region that runs out of memory
         allocator.device.synchronize()  # another stream may still use the old memory
-        _move(allocator, tag, group)
+        _move(allocator, tag, group, region or allocator.region)
     allocator.device.synchronize()  # other streams may use the tensors from now on
 
 
-def _move(allocator: Allocator, tag: str, group: list[Any]) -> None:
+def _move(
+    allocator: Allocator, tag: str, group: list[Any], region: Callable[[str], AbstractContextManager[None]]
+) -> None:
     sizes = [_nbytes(storage) for storage in group]
     needed = sum(sizes)
     # A storage of more than a group is alone in its group.
@@ -76,7 +86,7 @@ def _move(allocator: Allocator, tag: str, group: list[Any]) -> None:
         if by_host:
             group[0].resize_(0)
             allocator.device.trim()  # the region takes this memory from the driver
-        with allocator.region(tag):
+        with region(tag):
             make_room(sizes, group[0].device)
             for storage, nbytes in zip(group, sizes, strict=True):
                 storage.resize_(0)

@@ -109,11 +109,15 @@ class CudaVmmAllocator(Allocator):
         Raises:
             UnsupportedError: other code has changed torch's settings, and torch no longer calls the allocator.
         """
-        # Other code may have set options since, which resets those that it omits. In a capture the probe would join it.
+        self._require_settings()
+        return self._region(tag)
+
+    def _require_settings(self) -> None:
+        """Other code may have set options since, which resets those that it omits. Takes milliseconds."""
+        # In a capture the probe would join it.
         if not torch.cuda.is_current_stream_capturing() and not has_torch_option(_RELEASES_LOCK):
             set_torch_option(_RELEASES_LOCK, True)
             self._require_custom_pools()
-        return self._region(tag)
 
     @contextmanager
     def _region(self, tag: str) -> Iterator[None]:
@@ -287,7 +291,8 @@ class CudaVmmAllocator(Allocator):
         return self._residual(self._segments.by_pool(), {pool_key(pool) for pool in pools}, resident)
 
     def adopt(self, tag: str, tensors: Iterable[Any]) -> None:
-        move_storages(self, tag, tensors)
+        self._require_settings()
+        move_storages(self, tag, tensors, self._region)
 
     def _live(self, tag: str) -> list[_Mapping]:
         with self._lock, self._driver.context():
