@@ -32,6 +32,7 @@ from rich.console import Console
 from integration import grpo
 from integration.grpo_demo import ENDS, RISE, SCALES, SEED, Scale
 from integration.models import new_model, write_model
+from integration.subjects import described
 from rl_memory_plugins.ray import EngineActorHandle, EngineDescription, EngineFleet, status, table
 from rl_memory_plugins.trainer import ModelSource, PausableMemory, tensor_checksum
 
@@ -184,7 +185,9 @@ def main() -> int:
             )
             found = ray.get(trainer.run.remote())
     given.out.mkdir(parents=True, exist_ok=True)
-    (given.out / "grpo-ray-vllm-cpu.json").write_text(json.dumps(found, indent=1))
+    size = "quick" if given.quick else "cpu"
+    about = described("ray_grpo", "vllm", size, "fleet", os.environ.get("GIT_COMMIT", "unknown"), gpu="none")
+    (given.out / "grpo-ray-vllm-cpu.json").write_text(json.dumps({**about, "ray": ray.__version__, **found}, indent=1))
     for check, passed in found["checks"].items():
         print(f"{'passed' if passed else 'FAILED'}: {check}")
     ray.shutdown()
