@@ -118,9 +118,9 @@ def test_several_draft_models_stay_as_they_are() -> None:
     assert worker.manager.status().draft is Draft.IN_STEP
 
 
-def test_a_draft_with_fused_copies_stays_as_it_is() -> None:
+def test_a_draft_with_copies_stays_as_it_is() -> None:
     worker = made(Model("weight"), Model("mtp"), path="target", copies=True)
-    with pytest.raises(UnsupportedError, match="fused copies"):
+    with pytest.raises(UnsupportedError, match="copies of weights"):
         plan(worker, "weight", "draft.mtp")
     assert worker.manager.status().draft is Draft.IN_STEP
     worker.manager.note_foreign_load(complete=True)
@@ -130,10 +130,10 @@ def test_a_draft_with_fused_copies_stays_as_it_is() -> None:
     assert worker.manager.status().draft is Draft.FAILED
 
 
-def test_which_drafts_have_fused_copies() -> None:
+def test_which_drafts_have_copies() -> None:
     """The attributes by which they are found are SGLang's."""
     from sglang.srt.models import dspark
-    from sglang.srt.speculative import dflash_worker_v2
+    from sglang.srt.speculative import dflash_worker_v2, eagle_worker_v2
 
     def scheduler(model: Any, **attributes: Any) -> Any:
         runners = [("draft", types.SimpleNamespace(model=model))]
@@ -146,6 +146,13 @@ def test_which_drafts_have_fused_copies() -> None:
     assert has_copies(scheduler(types.SimpleNamespace(_fused_kv_write_cache=None)))
     assert not has_copies(scheduler(Model("mtp"), _fused_kv_helper=None))
     assert not has_copies(types.SimpleNamespace())
+
+    assert "head.data = head.data[self.hot_token_id]" in inspect.getsource(eagle_worker_v2)
+    mapped = types.SimpleNamespace(hot_token_id=torch.tensor([3, 1]))
+    eagle, eagle3 = Model("fc"), types.SimpleNamespace(hot_token_id=mapped.hot_token_id)
+    assert has_copies(scheduler(eagle, draft_worker=mapped))
+    assert not has_copies(scheduler(eagle, draft_worker=types.SimpleNamespace(hot_token_id=None)))
+    assert not has_copies(scheduler(eagle3, draft_worker=mapped))
 
 
 def test_the_draft_is_found_where_each_release_keeps_it() -> None:

@@ -59,6 +59,7 @@ class PausedScheduler:
 
     _engine_paused = True
     enable_hierarchical_cache = True
+    running_batch = last_batch = chunked_req = hisparse_coordinator = None
 
     def __init__(self) -> None:
         self.grammar_manager = self.tree_cache = self

@@ -52,6 +52,8 @@ def test_each_freeze_makes_a_new_part_and_no_key_grows() -> None:
 class Scheduler:
     """SGLang's, with a step in flight, as the overlap schedule leaves it to the next turn of its loop."""
 
+    running_batch = last_batch = chunked_req = hisparse_coordinator = None
+
     def __init__(self) -> None:
         self._engine_paused = False
         self.result_queue = deque([("batch", "result")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from concurrent.futures import Future
 
 import pytest
 
@@ -20,6 +21,22 @@ def test_a_drain_ends_when_the_last_request_does(draining: bool, naps: int) -> N
     added = types.SimpleNamespace(must_stay_awake=draining)
     maybe_sleep_on_idle(types.SimpleNamespace(rl_memory=added))
     assert len(napped) == naps
+
+
+def test_a_command_that_waits_for_a_trainer_is_no_hang() -> None:
+    """Stock: the watchdog ends a server that has requests and begins no step. An update of an adapter leaves them."""
+    watched: list[object] = []
+    running = types.SimpleNamespace(cur_batch_for_debug="a batch")
+
+    def execute(payload: bytes) -> Future[bytes]:
+        watched.append(running.cur_batch_for_debug)
+        return Future()
+
+    added = object.__new__(scheduler.SglangScheduler)
+    added._scheduler = running
+    added.controller = types.SimpleNamespace(execute=execute)  # type: ignore[assignment]
+    added.handle(types.SimpleNamespace(payload=b""))
+    assert watched == [None]
 
 
 def test_background_work_hears_of_each_step() -> None:

@@ -32,11 +32,16 @@ def has_copies(scheduler: Any) -> bool:
     """Whether the draft computes with copies of its weights that no load renews.
 
     DFlash and DSpark put the projections of all layers to keys and values together, DFlash at the start and DSpark in
-    its first forward pass. CUDA graphs may read what they have made.
+    its first forward pass. CUDA graphs may read what they have made. With `--speculative-token-map` the output head of
+    an EAGLE draft is a copy of the target's rows of frequent tokens. An EAGLE-3 draft has a map and a head of its own.
     """
-    if getattr(getattr(scheduler, "draft_worker", None), "_fused_kv_helper", None) is not None:
+    worker = getattr(scheduler, "draft_worker", None)
+    if getattr(worker, "_fused_kv_helper", None) is not None:
         return True
-    return any(hasattr(runner.model, "_fused_kv_write_cache") for runner in runners_of(scheduler))
+    models = [runner.model for runner in runners_of(scheduler)]
+    if getattr(getattr(worker, "draft_worker", worker), "hot_token_id", None) is not None:
+        return any(getattr(model, "hot_token_id", None) is None for model in models)
+    return any(hasattr(model, "_fused_kv_write_cache") for model in models)
 
 
 def of(
@@ -63,9 +68,7 @@ def of(
                 f"this engine has a draft model for each of {len(runners)} steps, and an update takes one only"
             )
         if copies:
-            raise UnsupportedError(
-                "this engine's draft model computes with fused copies of its weights, which no update renews"
-            )
+            raise UnsupportedError("this engine's draft model computes with copies of weights, which no update renews")
         return reload(runner.model)
 
     config = runner.model_config

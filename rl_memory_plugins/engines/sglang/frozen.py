@@ -67,7 +67,11 @@ def pause_in_place(scheduler: Any) -> None:
 
     if not scheduler._engine_paused:
         hooks.table[f"{SCHEDULER}.pause_generation"](scheduler, PauseGenerationReqInput(mode="in_place"))
-    # SGLang's watchdog would take the stopped batch for a hang.
+    hide_batch(scheduler)
+
+
+def hide_batch(scheduler: Any) -> None:
+    """Keep SGLang's watchdog from taking a batch that waits for a hang. The loop names its next batch itself."""
     watched = "cur_batch_for_debug" if hasattr(scheduler, "cur_batch_for_debug") else "cur_batch"
     setattr(scheduler, watched, None)
 

@@ -60,6 +60,8 @@ def refuse_modes(server_args: Any) -> None:
         raise unsupported("--ple-offload-backend file", why)
     if getattr(server_args, "kt_weight_path", None):
         raise unsupported("--kt-weight-path", "experts are computed on the CPU from copies that no update reaches")
+    if getattr(server_args, "dllm_algorithm", None):
+        raise unsupported("--dllm-algorithm", "running requests also wait in queues that SGLang's pauses do not empty")
     if server_args.pp_size > 1:
         _refuse_pipelines(server_args)
     if server_args.disaggregation_mode not in (None, "null"):

@@ -117,6 +117,7 @@ class SglangScheduler:
             if self.ranks.rank == 0:
                 self._answer(RLMemoryReqOutput(rid=request.rid, payload=done.result()), request)
 
+        frozen.hide_batch(self._scheduler)  # an update of an adapter waits for its trainer while requests run
         self.controller.execute(request.payload).add_done_callback(send)
 
     def answer_health_checks(self, requests: list[Any]) -> list[Any]:
@@ -348,7 +349,7 @@ def _native_pause(added: SglangScheduler, original: Callable[..., Any], schedule
     added.engine.paused_natively = True
     with added.all_batches() if recv_req.mode == "retract" else nullcontext():
         original(scheduler, recv_req)
-    scheduler.cur_batch_for_debug = None  # SGLang's watchdog would take a batch paused in place for a hang
+    frozen.hide_batch(scheduler)
 
 
 @on_enabled()

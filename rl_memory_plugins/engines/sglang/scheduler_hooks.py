@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rl_memory_plugins.commands import decode_reply, encode_reply, error_reply
-from rl_memory_plugins.engines.sglang import adapters, metrics
+from rl_memory_plugins.engines.sglang import adapters, metrics, retraction
 from rl_memory_plugins.engines.sglang import frozen as frozen_requests
 from rl_memory_plugins.engines.sglang.hooks import SCHEDULER, hooks
 from rl_memory_plugins.errors import EngineFaultError, StateConflictError
@@ -151,7 +151,7 @@ class SglangEngine:
                 # While SGLang compiles the grammar of a request, the request is in no queue that survives a flush.
                 if not self._ranks.all(not self._scheduler.grammar_manager.grammar_queue):
                     return
-                self._retract()
+                retraction.end(self._scheduler, self._retract())
             if not self._ranks.all(self._is_idle(mode)):
                 return
             del self._drains[0]
@@ -176,13 +176,11 @@ class SglangEngine:
             return not self._scheduler.grammar_manager.grammar_queue
         return mode is PauseMode.FREEZE
 
-    def _retract(self) -> None:
-        """Move running requests back into the queue. SGLang computes their KV cache again later."""
-        from sglang.srt.managers.io_struct import PauseGenerationReqInput
-
+    def _retract(self) -> list[Any]:
+        """Move running requests back into the queue. Returns those that must end there."""
         self._paused_here = self._retracted = True
         with self._unlimited_queue(), self._all_batches():
-            hooks.table[f"{SCHEDULER}.pause_generation"](self._scheduler, PauseGenerationReqInput(mode="retract"))
+            return retraction.retract(self._scheduler)
 
     @contextmanager
     def _unlimited_queue(self) -> Iterator[None]:
