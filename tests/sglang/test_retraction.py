@@ -70,7 +70,7 @@ def drain(scheduler: Scheduler, mode: PauseMode, monkeypatch: pytest.MonkeyPatch
 
 
 def test_requests_of_embeddings_end_like_aborted_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock: they begin anew, with log-probabilities of the tokens before."""
+    """Stock: they begin anew and answer with tokens of both beginnings, or end the server in a batch with others."""
     embeddings, prefilled = request("1"), request("2")
     embeddings.input_embeds = prefilled.input_embeds = [[0.0]]
     scheduler = Scheduler(embeddings, request("11"), prefilled=batch(prefilled, request("22")))
@@ -150,7 +150,7 @@ def searching(mode: PauseMode, paused: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("paused", [False, True])
 def test_a_beam_search_ends_like_an_aborted_request(paused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stock: `AssertionError: reqs changed while a beam tail was attached` at the next pass, the server dies."""
+    """Stock: the memory of its beams stays taken, and the scheduler dies by an assertion when it goes on."""
     scheduler, pools, leader, running = searching(PauseMode.KEEP, paused, monkeypatch)
     assert [one.rid for one in scheduler.waiting_queue] == ["waiting", "running"]
     assert [rid for rid, _ in scheduler.aborts] == pools.retired == ["beams"]
