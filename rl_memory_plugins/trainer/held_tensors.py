@@ -63,7 +63,7 @@ def optimizers_in(*targets: Target) -> list[torch.optim.Optimizer]:
         if not isinstance(one, torch.optim.Optimizer) or id(one) in found:
             continue
         found[id(one)] = one
-        for name, value in getattr(one, "__dict__", {}).items():
+        for name, value in list(getattr(one, "__dict__", {}).items()):  # another thread may be in a step of it
             if name in ("state", "param_groups", "defaults"):  # have no optimisers, and many entries
                 continue
             waiting += value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]

@@ -38,6 +38,8 @@ class Targets:
     def __init__(self, *, gradients: bool) -> None:
         self._gradients = gradients
         self._tags: list[tuple[Target, str | None]] = []
+        # The tags of optimisers that others hold, by id. Each of them asks at each of its steps.
+        self._held: dict[int, list[str]] = {}
 
     @staticmethod
     def check(targets: Iterable[Target], tag: str | None) -> None:
@@ -51,10 +53,20 @@ class Targets:
 
     def add(self, targets: Iterable[Target], tag: str | None) -> None:
         self._tags += [(target, tag) for target in targets]
+        self._look_inside()
 
     def remove_last(self, count: int) -> None:
         """Undo the `add` of this many targets."""
         del self._tags[len(self._tags) - count :]
+        self._look_inside()
+
+    def _look_inside(self) -> None:
+        held: dict[int, list[str]] = {}
+        for target, own in self._tags:
+            for optimizer in optimizers_in(target):
+                if optimizer is not target:
+                    held.setdefault(id(optimizer), []).append(own or default_tag(target))
+        self._held = held
 
     def of(self, tag: str) -> list[Target]:
         """The targets whose tensors belong to a tag."""
@@ -62,7 +74,8 @@ class Targets:
 
     def tags_of(self, target: Target) -> list[str]:
         """The tags that have adopted a target, or another optimiser which holds it."""
-        return [own or default_tag(target) for other, own in self._tags if _holds(other, target)]
+        found = [own or default_tag(target) for other, own in self._tags if other is target]
+        return found + self._held.get(id(target), [])
 
     def without_tag(
         self,
@@ -164,7 +177,9 @@ class Targets:
         self, is_awake: Callable[[str], bool], is_owned: Callable[[int], bool], only: torch.optim.Optimizer | None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The plain tensors, with their tags, but most of those that belong to a tag already."""
-        chosen = self._tags if only is None else [(only, tag) for target, tag in self._tags if _holds(target, only)]
+        if only is None:
+            self._look_inside()
+        chosen = self._tags if only is None else [(only, tag) for tag in self.tags_of(only)]
         for target, tag in chosen:
             kinds: list[tuple[str, bool]] = [(tag or default_tag(target), False)]
             if isinstance(target, torch.nn.Module):
@@ -201,11 +216,6 @@ def names_of(tags: str | Iterable[str], field: str = "tags") -> list[str]:
 def is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the class is one of `torch.optim`. Others may read their state anywhere, and communicate anywhere."""
     return type(optimizer).__module__.startswith("torch.optim.")
-
-
-def _holds(target: Target, one: Target) -> bool:
-    """Whether it is the target, or an optimiser in it."""
-    return any(other is one for other in [target, *optimizers_in(target)])
 
 
 def _any_owned(tensor: torch.Tensor, is_owned: Callable[[int], bool]) -> bool:

@@ -39,6 +39,15 @@ def test_a_command_that_waits_for_a_trainer_is_no_hang() -> None:
     assert watched == [None]
 
 
+def test_a_command_leaves_the_batch_that_aborts_of_older_releases_read() -> None:
+    older = types.SimpleNamespace(cur_batch="a batch")
+    added = object.__new__(scheduler.SglangScheduler)
+    added._scheduler = older
+    added.controller = types.SimpleNamespace(execute=lambda payload: Future())  # type: ignore[assignment]
+    added.handle(types.SimpleNamespace(payload=b""))
+    assert older.cur_batch == "a batch"
+
+
 def test_background_work_hears_of_each_step() -> None:
     """Host memory is prepared while the first requests run, and would slow them by half."""
     paces = Pace(), Pace()

@@ -92,3 +92,11 @@ def test_releases_without_late_interaction(core: Any) -> None:
     assert add(core, old)
     reset(core)
     assert core.log == ["reset"]
+
+
+def test_a_query_is_forgotten_when_its_client_has_gone() -> None:
+    queries = EncodedQueries()
+    assert queries.admits(query("a", 9)) and queries.admits(query("b", 9))
+    queries.note_call("another", (["a"],))
+    queries.note_call("release_late_interaction_query_cache", (["a", "unknown"],))
+    assert not queries.admits(document("1", "a")) and queries.admits(document("2", "b"))

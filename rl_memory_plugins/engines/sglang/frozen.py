@@ -68,12 +68,17 @@ def pause_in_place(scheduler: Any) -> None:
     if not scheduler._engine_paused:
         hooks.table[f"{SCHEDULER}.pause_generation"](scheduler, PauseGenerationReqInput(mode="in_place"))
     hide_batch(scheduler)
+    if not hasattr(scheduler, "cur_batch_for_debug"):
+        scheduler.cur_batch = None
 
 
 def hide_batch(scheduler: Any) -> None:
-    """Keep SGLang's watchdog from taking a batch that waits for a hang. The loop names its next batch itself."""
-    watched = "cur_batch_for_debug" if hasattr(scheduler, "cur_batch_for_debug") else "cur_batch"
-    setattr(scheduler, watched, None)
+    """Keep SGLang's watchdog from taking a batch that waits for a hang. The loop names its next batch itself.
+
+    Releases before 0.5.16 have the batch in `cur_batch` alone, which aborts read too.
+    """
+    if hasattr(scheduler, "cur_batch_for_debug"):
+        scheduler.cur_batch_for_debug = None
 
 
 def end_step(scheduler: Any) -> None:

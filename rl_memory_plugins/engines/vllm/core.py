@@ -310,6 +310,7 @@ def _native_collective_rpc(
         outcome = _memory_rpc(core, method)(*(args or ()), **(kwargs or {}))
         nothing = [None] * len(controller.status.ranks)
         return _then(outcome, nothing) if isinstance(outcome, Future) else nothing
+    core.rl_memory_queries.note_call(method, args)
     controller.require_free()  # it may write what a prepared sleep has found unchanged
     if method in ON_WEIGHTS:
         _require_weights(controller, method)

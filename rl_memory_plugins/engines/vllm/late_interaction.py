@@ -6,6 +6,7 @@ document each against them. A reset drops these vectors, and a document without 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rl_memory_plugins.engines.vllm.core_hooks import end_requests
@@ -30,6 +31,13 @@ class EncodedQueries:
                 self._documents[params.query_key] = left - 1
             return left > 0
         return True
+
+    def note_call(self, method: Any, args: Sequence[Any] | None) -> None:
+        """Note a call to the workers: vLLM's server has them drop the vectors of scores that end before all of their
+        documents came."""
+        if method == "release_late_interaction_query_cache" and args:
+            for key in args[0]:
+                self._documents.pop(key, None)
 
     def forget(self, core: Any) -> None:
         """Forget all queries, as the workers are about to do, and end the requests of the scores under way."""

@@ -10,7 +10,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from rl_memory_plugins.errors import StateConflictError
-from rl_memory_plugins.trainer import PausableMemory
+from rl_memory_plugins.trainer import PausableMemory, pausable_tensors, targets
 from rl_memory_plugins.trainer.held_tensors import optimizers_in, tensors_of
 
 
@@ -94,6 +94,20 @@ def test_the_state_of_optimisers_inside_sleeps_and_no_step_reads_it_meanwhile(ki
     memory.wake()
     assert all(torch.equal(*pair) for pair in zip(inside, content, strict=True))
     train(model, optimizer)
+    memory.close()
+
+
+def test_a_step_of_one_optimiser_looks_into_no_other(monkeypatch):
+    """Of a container of one for each parameter, all steps together would take seconds."""
+    model = Tied(width=WIDTH)
+    optimizer = Container(model)
+    memory = PausableMemory(model, optimizer)
+    train(model, optimizer)
+    looked = []
+    for module in (targets, pausable_tensors):
+        monkeypatch.setattr(module, "optimizers_in", lambda *several: looked.append(several) or [])
+    train(model, optimizer)
+    assert not looked
     memory.close()
 
 
