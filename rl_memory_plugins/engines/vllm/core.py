@@ -310,8 +310,8 @@ def _native_collective_rpc(
         outcome = _memory_rpc(core, method)(*(args or ()), **(kwargs or {}))
         nothing = [None] * len(controller.status.ranks)
         return _then(outcome, nothing) if isinstance(outcome, Future) else nothing
-    core.rl_memory_queries.note_call(method, args)
     controller.require_free()  # it may write what a prepared sleep has found unchanged
+    core.rl_memory_queries.note_call(method, args)
     if method in ON_WEIGHTS:
         _require_weights(controller, method)
     epochs = [rank.content_epoch for rank in controller.status.ranks]
