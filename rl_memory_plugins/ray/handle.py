@@ -15,6 +15,7 @@ from rl_memory_plugins.extras import needs
 from rl_memory_plugins.ray.actor import About
 from rl_memory_plugins.ray.engines import Generated
 from rl_memory_plugins.trace_context import outgoing
+from rl_memory_plugins.trainer.participants import ASK_AGAIN_S
 from rl_memory_plugins.weights.wire import Deadline
 
 with needs("ray"):
@@ -32,8 +33,6 @@ RESTART_POLL_S = 0.5
 
 LEAVE_S = 3.0
 """How long an engine may take for each of the calls by which it leaves its fleet; and may refuse the last of them."""
-
-ASK_AGAIN_S = 0.1
 
 
 class EngineActorHandle(EngineClient):

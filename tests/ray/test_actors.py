@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +19,7 @@ from ray.util.placement_group import placement_group_table
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from integration.waiting import wait_until
-from rl_memory_plugins.errors import EngineLostError, InvalidRequestError, NoAnswerError
+from rl_memory_plugins.errors import EngineLostError, InvalidRequestError, NoAnswerError, StateConflictError
 from rl_memory_plugins.ray import EngineActorHandle, EngineDescription, EngineFleet, actor, fleet, handle
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
@@ -99,6 +100,27 @@ def await_another(engine: EngineActorHandle, pid: int) -> None:
             return False
 
     wait_until(is_another, "Ray to restart the actor", 120)
+
+
+@pytest.mark.parametrize(("refusals", "ends"), [(2, False), (1000, True)])
+def test_an_engine_that_still_ends_an_update_leaves_without_a_new_start(
+    monkeypatch: pytest.MonkeyPatch, refusals: int, ends: bool
+) -> None:
+    """An interrupted update breaks off there, and refuses to be paused meanwhile."""
+    left, ended = list(range(refusals)), []
+
+    def sleep(*_: Any, **__: Any) -> None:
+        if left:
+            left.pop()
+            raise StateConflictError("an update runs")
+
+    monkeypatch.setattr(handle, "LEAVE_S", 0.5)
+    monkeypatch.setattr(EngineActorHandle, "result", lambda *_: {"phase": "joining", "node": "here", "pid": 1})
+    monkeypatch.setattr(EngineActorHandle, "sleep", sleep)
+    monkeypatch.setattr(EngineActorHandle, "end", lambda engine: ended.append(engine))
+    call = SimpleNamespace(remote=lambda: None)
+    EngineActorHandle(SimpleNamespace(leave=call, about=call), 0).leave()
+    assert bool(ended) == ends == bool(left)
 
 
 def test_all_actors_that_hang_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
